@@ -1,0 +1,1 @@
+"""Settings: what a user can choose, validated once, before anything runs."""

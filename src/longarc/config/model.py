@@ -1,0 +1,134 @@
+"""The shape of a model: names follow Hugging Face's ``config.json`` of the same family."""
+
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from longarc.config.settings import Settings
+
+
+class GlmMoeDsaConfig(Settings):
+    """GLM-5 family: MLA with sparse attention (DSA) and a sigmoid-routed mixture of experts.
+
+    The defaults are ``longarc-nano``, the model of the quickstart.
+    """
+
+    family: Literal["glm_moe_dsa"] = "glm_moe_dsa"
+    """Which architecture this is."""
+    vocab_size: int = Field(2048, ge=16)
+    """Rows of the embedding [tokens]; at least the tokenizer's size."""
+    hidden_size: int = Field(128, ge=8)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(4, ge=1)
+    """Decoder layers."""
+    first_k_dense_replace: int = Field(1, ge=0)
+    """Leading layers with a dense feed-forward instead of experts."""
+    num_attention_heads: int = Field(4, ge=1)
+    """Attention heads."""
+    q_lora_rank: int = Field(64, ge=1)
+    """Width of the query latent."""
+    kv_lora_rank: int = Field(32, ge=1)
+    """Width of the key-value latent, which is what the cache holds."""
+    qk_nope_head_dim: int = Field(24, ge=1)
+    """Query and key width per head without rotation."""
+    qk_rope_head_dim: int = Field(8, ge=2)
+    """Query and key width per head with rotation; even."""
+    v_head_dim: int = Field(32, ge=1)
+    """Value width per head; differs from the key width."""
+    intermediate_size: int = Field(352, ge=1)
+    """Width of a dense feed-forward."""
+    moe_intermediate_size: int = Field(96, ge=1)
+    """Width of one expert."""
+    n_routed_experts: int = Field(8, ge=1)
+    """Experts a token can be routed to."""
+    num_experts_per_tok: int = Field(2, ge=1)
+    """Experts a token is routed to."""
+    n_shared_experts: int = Field(1, ge=0)
+    """Experts every token uses."""
+    routed_scaling_factor: float = 2.5
+    """Factor on the normalised routing weights; GLM-5, config.json."""
+    norm_topk_prob: bool = True
+    """Whether routing weights of a token are normalised to sum 1 before scaling."""
+    index_n_heads: int = Field(4, ge=1)
+    """Lightning-indexer heads."""
+    index_head_dim: int = Field(16, ge=2)
+    """Lightning-indexer width per head; at least qk_rope_head_dim."""
+    index_topk: int = Field(64, ge=1)
+    """Keys each query attends to [tokens]; keep it below the contexts in use, or nothing is sparse."""
+    rope_theta: float = Field(1e4, gt=1)
+    """Base of the rotary frequencies."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square inside every RMSNorm."""
+    latent_norm_eps: float | None = None
+    """Epsilon of q_a_layernorm and kv_a_layernorm; None = rms_norm_eps (official); transformers uses 1e-6."""
+    max_position_embeddings: int = Field(4096, ge=8)
+    """Longest context [tokens]."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rotation acts on pairs"
+            )
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise ValueError(
+                f"index_head_dim={self.index_head_dim} is smaller than qk_rope_head_dim="
+                f"{self.qk_rope_head_dim}: the indexer rotates that many dimensions. Raise index_head_dim."
+            )
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts="
+                f"{self.n_routed_experts}"
+            )
+        return self
+
+
+class LlamaConfig(Settings):
+    """Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names."""
+
+    family: Literal["llama"] = "llama"
+    """Which architecture this is."""
+    vocab_size: int = Field(2048, ge=16)
+    """Rows of the embedding [tokens]."""
+    hidden_size: int = Field(192, ge=8)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(4, ge=1)
+    """Decoder layers."""
+    num_attention_heads: int = Field(6, ge=1)
+    """Query heads."""
+    num_key_value_heads: int = Field(2, ge=1)
+    """Key and value heads; divides num_attention_heads."""
+    head_dim: int | None = None
+    """Width per head; None = hidden_size / num_attention_heads."""
+    intermediate_size: int = Field(512, ge=1)
+    """Width of the feed-forward."""
+    rope_theta: float = Field(1e4, gt=1)
+    """Base of the rotary frequencies."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square inside every RMSNorm."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+    max_position_embeddings: int = Field(4096, ge=8)
+    """Longest context [tokens]."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}; set head_dim"
+            )
+        return self
+
+
+ModelConfig: TypeAlias = Annotated[GlmMoeDsaConfig | LlamaConfig, Field(discriminator="family")]
+"""Any model LongArc can build."""

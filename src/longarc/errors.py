@@ -1,0 +1,70 @@
+"""The exceptions LongArc raises on purpose, and the one way foreign exceptions become ours.
+
+::
+
+    LongArcError
+     +-- ConfigError        a recipe, an option or a command line is wrong; exit code 2
+     +-- ContractError      an invariant between two parts is broken: a bug, or corrupted data; stops the run
+     |    +-- CheckpointError   a checkpoint is missing, truncated or made for something else
+     |    +-- LedgerError       the ledger is damaged, locked or from a newer version
+     +-- ResourceError      the machine lacks something: disk, memory, a tool, a permission
+     |    +-- SandboxError      a sandbox could not be started or was lost
+     +-- EngineError        the engine cannot answer: it is stopped, overloaded or produced no number
+     +-- RolloutError       one rollout failed through its environment; becomes an Outcome, never stops a run
+
+A message says what is wrong, the values, what was allowed and what to do.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class LongArcError(Exception):
+    """Base of everything LongArc raises on purpose."""
+
+
+class ConfigError(LongArcError):
+    """The user asked for something that cannot be: fix the recipe or the command line."""
+
+
+class ContractError(LongArcError):
+    """Two parts disagree about data they share: a bug or corruption; never continue past it."""
+
+
+class CheckpointError(ContractError):
+    """A checkpoint is missing, truncated, or does not belong to this model or tokenizer."""
+
+
+class LedgerError(ContractError):
+    """The trajectory ledger cannot be used as it is."""
+
+
+class ResourceError(LongArcError):
+    """The machine lacks something that the work needs."""
+
+
+class SandboxError(ResourceError):
+    """A sandbox could not be started, or died under a rollout."""
+
+
+class EngineError(LongArcError):
+    """The rollout engine could not answer a request."""
+
+
+class RolloutError(LongArcError):
+    """A rollout failed through no fault of the policy; carried as an environment outcome."""
+
+
+@contextmanager
+def boundary(error: type[LongArcError], doing: str) -> Iterator[None]:
+    """Turn any foreign exception raised inside into ``error``, saying what was being done.
+
+    Our own exceptions and cancellation pass through unchanged. This is the only place that
+    catches ``Exception``: user code (environments, graders, losses) is called inside it.
+    """
+    try:
+        yield
+    except LongArcError:
+        raise
+    except Exception as cause:  # noqa: BLE001 - the one boundary between foreign code and ours
+        raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,70 @@
+"""A segment: the unit of training."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from longarc.errors import ContractError
+
+NOT_SAMPLED = -1
+"""Policy version of a token that no policy sampled."""
+
+
+class SegmentKind(StrEnum):
+    """What a segment is part of."""
+
+    EXEC = "exec"
+    """The agent at work."""
+    SUMMARY = "summary"
+    """A compaction that the policy wrote itself."""
+    SIDE = "side"
+    """Requests beside the work (titles, probes); never trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A contiguous token sequence whose prefix the engine saw exactly as stored.
+
+    A trajectory whose context was rewritten (compaction, discarded tool output) holds several
+    segments; one that only ever appended holds one. All per-token fields have one length L.
+    """
+
+    token_ids: tuple[int, ...]
+    """Prompt, sampled and observed tokens in the order the engine saw them. Length L."""
+    is_sampled: tuple[bool, ...]
+    """True where the policy sampled the token. Length L."""
+    train_mask: tuple[bool, ...]
+    """True where the token is trained on: sampled, and not trained in an earlier branch. Length L."""
+    behaviour_logprobs: tuple[float, ...]
+    """log-probability [nats] under the behaviour policy; 0.0 where not sampled. Length L."""
+    policy_versions: tuple[int, ...]
+    """Weight version [optimizer steps] that sampled each token; NOT_SAMPLED elsewhere. Length L."""
+    kind: SegmentKind = SegmentKind.EXEC
+    order: int = 0
+    """Position of this segment in its trajectory, by time."""
+    parent: int | None = None
+    """Order of the segment this one grew out of (edit, compaction, sub-agent); None for the first."""
+    agent_id: str = "main"
+    """The harness's own name for the agent that spoke."""
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "token_ids": len(self.token_ids),
+            "is_sampled": len(self.is_sampled),
+            "train_mask": len(self.train_mask),
+            "behaviour_logprobs": len(self.behaviour_logprobs),
+            "policy_versions": len(self.policy_versions),
+        }
+        if len(set(lengths.values())) != 1:
+            raise ContractError(f"Segment fields must have one length, got {lengths}")
+        if any(t and not s for t, s in zip(self.train_mask, self.is_sampled, strict=True)):
+            raise ContractError("Segment trains on a token that the policy did not sample")
+
+    def lag(self, *, trainer_version: int) -> int:
+        """Staleness [optimizer steps] of the oldest sampled token; 0 means on-policy."""
+        sampled = [v for v, s in zip(self.policy_versions, self.is_sampled, strict=True) if s]
+        return trainer_version - min(sampled, default=trainer_version)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that carry a gradient [tokens]."""
+        return sum(self.train_mask)
