@@ -66,5 +66,5 @@ def boundary(error: type[LongArcError], doing: str) -> Iterator[None]:
         yield
     except LongArcError:
         raise
-    except Exception as cause:  # noqa: BLE001 - the one boundary between foreign code and ours
+    except Exception as cause:
         raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause
