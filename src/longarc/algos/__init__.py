@@ -1,0 +1,1 @@
+"""The mathematics of the recipe: pure functions, one idea per file."""

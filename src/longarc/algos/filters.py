@@ -1,0 +1,39 @@
+"""Which data may be trained on. Plain Python, so that the control plane can use it without torch."""
+
+import statistics
+from collections.abc import Sequence
+
+
+def is_stale(policy_versions: Sequence[int], *, current_version: int, max_lag_steps: int) -> bool:
+    """Say whether the oldest token is more than ``max_lag_steps`` behind; equality is kept.
+
+    Source: GLM-5 (arXiv:2602.15763) section 4.1.2: drop iff ``w' - w_0 > tau``.
+
+    Args:
+        policy_versions: weight version [optimizer steps] of each sampled token; none sampled is fresh.
+        current_version: version of the weights about to be trained.
+        max_lag_steps: tau [optimizer steps].
+    """
+    return current_version - min(policy_versions, default=current_version) > max_lag_steps
+
+
+def repair_group(valid_indices: Sequence[int], *, group_size: int) -> tuple[int, ...] | None:
+    """Return the members that stand for a group of ``group_size``, or None to drop the group.
+
+    With more than half of the group valid, valid members are repeated round-robin in their order;
+    exactly half drops.
+
+    Source: GLM-5 (arXiv:2602.15763) section 4.1.2; the order of repetition is LongArc's.
+    """
+    if 2 * len(valid_indices) <= group_size:
+        return None
+    return tuple(valid_indices[i % len(valid_indices)] for i in range(group_size))
+
+
+def is_zero_variance(rewards: Sequence[float], *, eps: float = 1e-6) -> bool:
+    """Say whether a group's rewards are all alike, so that it carries no gradient.
+
+    The same test as in :func:`longarc.algos.advantages.group_advantages`: deviation (ddof 1) at most
+    ``eps``. A group of one is always alike. Source: dynamic sampling, DAPO (arXiv:2503.14476).
+    """
+    return len(rewards) < 2 or statistics.stdev(rewards) <= eps
