@@ -20,6 +20,9 @@ class Sampling:
     """0 keeps every token."""
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the completion; the id is the completion's last token."""
+    stream_interval_tokens: int = 0
+    """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
+    change and at the end, which costs the engine least."""
     seed: int | None = None
     """Makes the completion reproducible for the same weights; None draws a seed from the engine's stream."""
 

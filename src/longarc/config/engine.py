@@ -1,0 +1,20 @@
+"""Settings of the embedded rollout engine."""
+
+from pydantic import Field
+
+from longarc.config.settings import Settings
+
+
+class EngineConfig(Settings):
+    """How completions are sampled on this machine."""
+
+    num_slots: int = Field(96, ge=1)
+    """Sequences whose cache is kept at one time, running and idle ones [sequences]."""
+    max_running: int = Field(64, ge=1)
+    """Sequences decoded together in one step [sequences]; at most ``num_slots``."""
+    max_waiting: int = Field(4096, ge=1)
+    """Requests that may wait; one more is refused with an error [requests]."""
+    max_prefill_tokens: int = Field(1024, ge=16)
+    """Prompt tokens computed between two decode steps [tokens]; bounds how long decoding waits."""
+    num_threads: int = Field(1, ge=1)
+    """Compute threads of the engine; engine and trainer threads together must not exceed the cores."""

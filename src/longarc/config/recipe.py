@@ -1,0 +1,112 @@
+"""A recipe: the model, its tokenizer, the task families and the stages that are run in order."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from longarc.config.engine import EngineConfig
+from longarc.config.model import GlmMoeDsaConfig, ModelConfig
+from longarc.config.settings import Settings
+from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
+
+
+class TokenizerConfig(Settings):
+    """Where text becomes ids."""
+
+    vocab_size: int = Field(2048, ge=300)
+    """Size of the byte-level BPE that pretrain trains, special tokens included [tokens]."""
+    training_bytes: int = Field(4_000_000, ge=1000)
+    """Text the BPE is trained on [bytes]."""
+    path: str | None = None
+    """An existing tokenizer.json to use instead of training one."""
+    chat_format: Literal["glm-5", "glm-5.2", "chatml"] = "glm-5"
+    """How messages become tokens."""
+
+
+class TaskFamilyConfig(Settings):
+    """One task family by import path."""
+
+    path: str
+    """``package.module:Class`` of a TaskFamily; called with ``settings`` as keywords."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword settings of the family, which stages may override."""
+
+
+class InitialCheckpoint(Settings):
+    """Start from existing weights instead of random ones."""
+
+    path: str
+    """A Hugging Face directory (config.json and model.safetensors)."""
+
+
+class Recipe(Settings):
+    """Everything that decides what a run does."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run's directory under ``runs/`` when none is given."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random."""
+    model: ModelConfig = GlmMoeDsaConfig()
+    """Shape of the model."""
+    initial: InitialCheckpoint | None = None
+    """Existing weights to start from; None starts from random ones, which needs a pretrain stage."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Where text becomes ids."""
+    engine: EngineConfig = EngineConfig()
+    """How completions are sampled."""
+    trainer_threads: int = Field(1, ge=1)
+    """Compute threads of the trainer while an engine runs beside it."""
+    supervised_threads: int = Field(2, ge=1)
+    """Compute threads of the stages in which nothing else computes."""
+    tasks: dict[str, TaskFamilyConfig] = Field(default_factory=dict)
+    """Task families by the name that stages use."""
+    stages: dict[str, StageConfig] = Field(min_length=1)
+    """The stages by name, run in the order they are written."""
+
+    @model_validator(mode="after")
+    def _stage_order_works(self) -> Self:
+        trained: list[str] = []
+        has_weights = self.initial is not None
+        for name, stage in self.stages.items():
+            if stage.kind == "pretrain" and has_weights:
+                raise ValueError(
+                    f"stage {name!r} is a pretrain but weights already exist before it "
+                    f"(from {trained or 'initial'}); move it to the front or remove it"
+                )
+            if stage.kind == "pretrain":
+                has_weights = True
+            if not has_weights:
+                raise ValueError(
+                    f"stage {name!r} ({stage.kind}) has no weights to start from: put a pretrain stage "
+                    f"before it or set initial.path"
+                )
+            self._check_tasks(name, stage)
+            self._check_references(name, stage, trained)
+            if stage.kind != "eval":
+                trained.append(name)
+        if self.tokenizer.path is None and self.initial is not None:
+            raise ValueError(
+                "initial.path needs tokenizer.path: the tokenizer must be the one of the weights"
+            )
+        return self
+
+    def _check_tasks(self, name: str, stage: StageConfig) -> None:
+        if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
+            unknown = sorted(set(stage.tasks) - set(self.tasks))
+            if unknown:
+                raise ValueError(
+                    f"stage {name!r} uses task families {unknown}, but the recipe's [tasks] has {sorted(self.tasks)}"
+                )
+
+    def _check_references(self, name: str, stage: StageConfig, trained: list[str]) -> None:
+        if isinstance(stage, DistillConfig):
+            referenced, what = sorted(set(stage.teachers.values())), "teachers"
+        elif isinstance(stage, EvalConfig):
+            referenced, what = stage.stages, "stages"
+        else:
+            return
+        unknown = sorted(set(referenced) - set(trained))
+        if unknown:
+            raise ValueError(
+                f"stage {name!r}: {what} {unknown} are not training stages before it; available: {trained}"
+            )

@@ -1,0 +1,226 @@
+"""Settings of each stage of the arc; a recipe is a sequence of these."""
+
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from longarc.config.orchestrator import RolloutLoopConfig
+from longarc.config.settings import Settings
+from longarc.config.training import OptimizerConfig
+
+
+class SupervisedConfig(Settings):
+    """What pretrain, midtrain, dsa and sft share: training on given tokens."""
+
+    num_steps: int = Field(ge=1)
+    """Length of the stage [optimizer steps]."""
+    tokens_per_step: int = Field(8192, ge=16)
+    """Tokens in one optimizer step [tokens]."""
+    micro_batch_tokens: int = Field(8192, ge=16)
+    """Tokens in one forward and backward [tokens]; more need more memory, results do not change."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How weights are updated."""
+    router_bias_rate: float = Field(1e-3, ge=0)
+    """Step of the loss-free expert balancing; 1e-3 in DeepSeek-V3 and GLM-4.5, 0 turns it off."""
+    checkpoint_every_steps: int = Field(100, ge=1)
+    """A crash costs at most this much work [optimizer steps]."""
+
+
+class CorpusConfig(Settings):
+    """Text of pretrain and midtrain."""
+
+    max_bytes: int = Field(24_000_000, ge=10_000)
+    """Text read from the interpreter's standard library and installed documentation [bytes]."""
+    copy_share_frac: float = Field(0.3, ge=0, le=1)
+    """Share of tokens from generated copy-rich text (listings, key=value, references)."""
+
+
+class PretrainConfig(SupervisedConfig):
+    """Causal language modelling on real text; trains the tokenizer first."""
+
+    kind: Literal["pretrain"] = "pretrain"
+    """Which stage this is."""
+    context_tokens: int = Field(512, ge=16)
+    """Length of one document [tokens]."""
+    corpus: CorpusConfig = CorpusConfig()
+    """What is read."""
+
+
+class MidtrainConfig(SupervisedConfig):
+    """Longer context with a raised RoPE base; GLM-5 report, section 2.3."""
+
+    kind: Literal["midtrain"] = "midtrain"
+    """Which stage this is."""
+    context_tokens: int = Field(2048, ge=16)
+    """Length of one document [tokens]."""
+    rope_theta: float | None = Field(None, gt=1)
+    """New RoPE base; None keeps the model's."""
+    corpus: CorpusConfig = CorpusConfig()
+    """What is read."""
+    long_share_frac: float = Field(0.3, ge=0, le=1)
+    """Share of documents that need their whole length (recall among distractors)."""
+
+
+class DsaConfig(SupervisedConfig):
+    """Conversion to sparse attention: indexer warm-up, then sparse training; GLM-5 report, 2.1.1."""
+
+    kind: Literal["dsa"] = "dsa"
+    """Which stage this is."""
+    warmup_steps: int = Field(ge=1)
+    """Steps that train only the indexer against dense attention [optimizer steps]; ``num_steps`` counts
+    the sparse phase after them."""
+    warmup_lr: float = Field(5e-3, gt=0)
+    """Learning rate of the warm-up; GLM-5 report, 2.1.1."""
+    indexer_loss_coeff: float = Field(1.0, gt=0)
+    """Weight of the indexer's KL in the sparse phase; not published."""
+    context_tokens: int = Field(1024, ge=16)
+    """Length of one document [tokens]."""
+    corpus: CorpusConfig = CorpusConfig()
+    """What is read."""
+    long_share_frac: float = Field(0.3, ge=0, le=1)
+    """Share of documents that need their whole length."""
+
+
+class TaskShare(Settings):
+    """How much of a stage one task family gets, and how hard its tasks are there."""
+
+    share_frac: float = Field(1.0, gt=0)
+    """Relative share; shares are normalised over the stage."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword settings for the family, over those of the recipe's ``tasks``."""
+
+
+class SftConfig(SupervisedConfig):
+    """Supervised fine-tuning on expert trajectories; GLM-5 report, 3.1."""
+
+    kind: Literal["sft"] = "sft"
+    """Which stage this is."""
+    tasks: dict[str, TaskShare]
+    """Families and their shares of the conversations."""
+    error_frac: float = Field(0.15, ge=0, le=1)
+    """Share of conversations with an error and its correction; the error is context, never trained."""
+    indexer_loss_coeff: float = Field(1.0, ge=0)
+    """Weight of the indexer's KL; 0 freezes the indexer."""
+    corpus_share_frac: float = Field(0.0, ge=0, lt=1)
+    """Share of tokens from the pre-training corpus, against forgetting."""
+    corpus: CorpusConfig = CorpusConfig()
+    """What is read for ``corpus_share_frac``."""
+
+
+class LossConfig(Settings):
+    """The policy-gradient objective."""
+
+    path: str = "longarc.algos.losses:icepop"
+    """Import path of a PolicyLoss: ``longarc.algos.losses:icepop``, ``:double_sided``, ``:ppo_clip`` or your own."""
+    settings: dict[str, float] = Field(default_factory=dict)
+    """Keyword settings of the loss (bounds, clips)."""
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """token_mean: one mean over the step's tokens (GLM-5 eq. 3); sequence_mean: a mean per trajectory (eq. 1)."""
+
+
+class RolloutConfig(Settings):
+    """How the policy is sampled in an RL or evaluation stage."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; training scores under the same one."""
+    max_new_tokens: int = Field(96, ge=1)
+    """Budget of one turn [tokens]."""
+    max_context_tokens: int = Field(1024, ge=16)
+    """Budget of a whole rollout, prompts and observations included [tokens]."""
+    thinking: bool = True
+    """Whether the chat format opens each answer with a thinking block."""
+
+
+class RlConfig(Settings):
+    """Reinforcement learning on verifiable tasks."""
+
+    kind: Literal["reasoning_rl", "agentic_rl", "general_rl"]
+    """Which stage this is: the three differ in tasks, loss and asynchrony, which are all settings."""
+    tasks: dict[str, TaskShare]
+    """Families and their shares of the groups."""
+    loop: RolloutLoopConfig
+    """How rollouts are scheduled against training steps."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How the policy is sampled."""
+    loss: LossConfig = LossConfig()
+    """The objective."""
+    advantage: Literal["std", "mean"] = "std"
+    """Group baseline: (R - mean) / std (GRPO) or R - mean (GLM-4.5)."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-4, weight_decay=0.0)
+    """How weights are updated."""
+    micro_batch_tokens: int = Field(8192, ge=16)
+    """Tokens in one forward and backward [tokens]."""
+    router_bias_rate: float = Field(0.0, ge=0)
+    """Step of the loss-free expert balancing; 0 in RL."""
+    trainer_process: bool = False
+    """Whether the trainer runs in a process of its own, so that sampling and training overlap."""
+    checkpoint_every_steps: int = Field(20, ge=1)
+    """A crash costs at most this many recomputed steps [optimizer steps]."""
+
+
+class DistillConfig(Settings):
+    """On-policy cross-stage distillation; GLM-5 report, section 3.5, eq. 2."""
+
+    kind: Literal["distill"] = "distill"
+    """Which stage this is."""
+    tasks: dict[str, TaskShare]
+    """Families and their shares of the prompts."""
+    teachers: dict[str, str]
+    """For each family the earlier stage whose final checkpoint teaches it."""
+    loop: RolloutLoopConfig
+    """How rollouts are scheduled against training steps; group_size is 1."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How the student is sampled; teachers score at the same temperature."""
+    loss: LossConfig = LossConfig()
+    """The objective that carries the distillation advantage."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-4, weight_decay=0.0)
+    """How weights are updated."""
+    micro_batch_tokens: int = Field(8192, ge=16)
+    """Tokens in one forward and backward [tokens]."""
+    trainer_process: bool = False
+    """Whether the trainer runs in a process of its own."""
+    checkpoint_every_steps: int = Field(20, ge=1)
+    """A crash costs at most this many recomputed steps [optimizer steps]."""
+
+    @model_validator(mode="after")
+    def _each_family_has_a_teacher(self) -> Self:
+        missing = sorted(set(self.tasks) - set(self.teachers))
+        if missing:
+            raise ValueError(
+                f"families without a teacher: {missing}; name one of the earlier stages for each in [teachers]"
+            )
+        return self
+
+
+class EvalConfig(Settings):
+    """The evaluation matrix: stages by families, sampled with the real tools."""
+
+    kind: Literal["eval"] = "eval"
+    """Which stage this is."""
+    stages: list[str]
+    """Stages whose final checkpoints are evaluated."""
+    tasks: dict[str, TaskShare]
+    """Families; shares are ignored."""
+    tasks_per_family: int = Field(64, ge=1)
+    """Held-out tasks per family and checkpoint [tasks]."""
+    tasks_per_family_full: int = Field(1000, ge=1)
+    """The same for ``longarc eval --full`` [tasks]."""
+    max_concurrent_rollouts: int = Field(64, ge=1)
+    """Rollouts in flight."""
+    rollout_timeout_s: float = Field(300.0, gt=0)
+    """Wall-clock budget of one rollout [seconds]."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How the policy is sampled: the training temperature."""
+
+
+StageConfig: TypeAlias = Annotated[
+    PretrainConfig
+    | MidtrainConfig
+    | DsaConfig
+    | SftConfig
+    | RlConfig
+    | DistillConfig
+    | EvalConfig,
+    Field(discriminator="kind"),
+]
+"""Any stage."""

@@ -1,0 +1,1 @@
+"""Ids in, ids with log-probabilities and policy versions out."""
