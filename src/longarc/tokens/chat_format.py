@@ -1,0 +1,143 @@
+"""What every chat format does: messages to ids with a training mask, and sampled ids back to a message.
+
+Formats work on tokens, not on text. A conversation is rendered whole once, when it opens; after that
+the ids that were sampled are kept and ``render_tail`` renders only what follows them, because
+rendering a sampled answer again may spell it differently (several spellings decode to one text).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from longarc.records.message import Message, ToolSpec
+from longarc.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A conversation as ids. Both fields have one length L."""
+
+    token_ids: tuple[int, ...]
+    train_mask: tuple[bool, ...]
+    """True where an assistant speaks: reasoning, content, tool calls and the token that ends its turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """A sampled completion as a message."""
+
+    message: Message
+    problems: tuple[str, ...] = ()
+    """Departures from the format, for people to read; calls that cannot run also carry ``error``."""
+
+
+class ChatFormat(Protocol):
+    """One family of models' way to write a conversation."""
+
+    @property
+    def name(self) -> str:
+        """Name and version, part of the identity of stored conversations."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the format writes with."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant's turn when sampled; they belong to the turn."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        thinking: bool,
+        clear_thinking: bool = True,
+        add_generation_prompt: bool,
+        untrained: Collection[int] = (),
+    ) -> RenderedChat:
+        """Render a whole conversation.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that the model may call.
+            thinking: whether the model is to think before it answers.
+            clear_thinking: drop the reasoning of turns before the last user message.
+            add_generation_prompt: open the next assistant turn. If False and the last message is an
+                assistant's, the token that ends its turn follows, so that a model trained on it stops.
+            untrained: indices of assistant messages that stay in context with mask False.
+        """
+        ...
+
+    def render_tail(
+        self, messages: Sequence[Message], *, previous_stop_id: int | None, thinking: bool
+    ) -> tuple[int, ...]:
+        """Render what follows a stored assistant turn, with the opening of the next assistant turn.
+
+        Args:
+            messages: the messages after the stored turn.
+            previous_stop_id: last id of the stored turn if it is a stop id, None if it was cut off.
+                A stop id that is also the first id of the tail is not repeated.
+            thinking: as in ``render``.
+        """
+        ...
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        thinking: bool,
+        call_id_prefix: str = "call",
+    ) -> ParsedTurn:
+        """Read a completion, which need not be well-formed; never raises for what a model wrote.
+
+        Args:
+            token_ids: the completion, with its stop id if it has one.
+            tools: their schemas say which arguments are strings.
+            thinking: as in the ``render`` that made the prompt.
+            call_id_prefix: the n-th call gets the id ``{prefix}_{n}``.
+        """
+        ...
+
+
+class TokenWriter:
+    """Collects ids with their mask; neighbouring text is encoded as one string.
+
+    Text is data: only ``special`` places control tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._mask: list[bool] = []
+        self._text: list[str] = []
+        self._text_is_trained = False
+
+    def text(self, text: str, *, trained: bool = False) -> None:
+        """Add text."""
+        if trained != self._text_is_trained:
+            self._flush()
+            self._text_is_trained = trained
+        self._text.append(text)
+
+    def special(self, token: str, *, trained: bool = False) -> None:
+        """Add one control token."""
+        self._flush()
+        self._ids.append(self._tokenizer.special_id(token))
+        self._mask.append(trained)
+
+    def finish(self) -> RenderedChat:
+        """Return all that was added."""
+        self._flush()
+        return RenderedChat(token_ids=tuple(self._ids), train_mask=tuple(self._mask))
+
+    def _flush(self) -> None:
+        if self._text:
+            ids = self._tokenizer.encode("".join(self._text))
+            self._ids += ids
+            self._mask += [self._text_is_trained] * len(ids)
+            self._text.clear()

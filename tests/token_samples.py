@@ -1,0 +1,62 @@
+"""A small tokenizer and conversations that several test folders use."""
+
+from functools import cache
+
+from longarc.records.message import Message, Role, ToolCall, ToolSpec
+from longarc.tokens.tokenizer import Tokenizer
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog; cat data/notes.txt | grep 'code word'\n",
+    "def main(path):\n    return open(path).read()\n\nprint('hello world, this is a small text')\n",
+    "ls -l data/archive/report.txt\nThe answer is the word that the last file names.\n",
+] * 3
+
+
+@cache
+def small_tokenizer() -> Tokenizer:
+    return Tokenizer.train(CORPUS, vocab_size=320)
+
+
+BASH = ToolSpec(
+    name="bash",
+    description="Run a command.",
+    parameters={
+        "type": "object",
+        "properties": {"command": {"type": "string"}, "timeout": {"type": "integer"}},
+        "required": ["command"],
+    },
+)
+WEATHER = ToolSpec(
+    name="get_weather",
+    description="Weather.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "zip": {"type": "string"},
+            "n": {"type": "integer"},
+        },
+    },
+)
+
+
+def system(text: str) -> Message:
+    return Message(role=Role.SYSTEM, content=text)
+
+
+def user(text: str) -> Message:
+    return Message(role=Role.USER, content=text)
+
+
+def tool(text: str, *, call_id: str = "call_0") -> Message:
+    return Message(role=Role.TOOL, content=text, tool_call_id=call_id)
+
+
+def assistant(
+    text: str = "", *, reasoning: str | None = None, calls: tuple[ToolCall, ...] = ()
+) -> Message:
+    return Message(role=Role.ASSISTANT, content=text, reasoning=reasoning, tool_calls=calls)
+
+
+def call(name: str, *, call_id: str = "call_0", **arguments: object) -> ToolCall:
+    return ToolCall(id=call_id, name=name, arguments=arguments)
