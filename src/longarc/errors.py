@@ -10,6 +10,8 @@
      +-- ResourceError      the machine lacks something: disk, memory, a tool, a permission
      |    +-- SandboxError      a sandbox could not be started or was lost
      +-- EngineError        the engine cannot answer: it is stopped, overloaded or produced no number
+     |    +-- EngineFaultError  the engine computed something that is not a number
+     +-- StalledError       nothing moves any more; the message names what everybody waits for
      +-- RolloutError       one rollout failed through its environment; becomes an Outcome, never stops a run
 
 A message says what is wrong, the values, what was allowed and what to do.
@@ -49,6 +51,14 @@ class SandboxError(ResourceError):
 
 class EngineError(LongArcError):
     """The rollout engine could not answer a request."""
+
+
+class EngineFaultError(EngineError):
+    """The engine computed logits that are not finite: its answer means nothing."""
+
+
+class StalledError(LongArcError):
+    """Nothing has moved for too long, or nothing that was sampled can be trained."""
 
 
 class RolloutError(LongArcError):
