@@ -1,0 +1,1 @@
+"""Segments and documents in, better weights out: packing, loss, optimizer step, checkpoints."""

@@ -1,0 +1,252 @@
+"""From token sequences to micro-batches: which tokens lie where, and which row predicts which token.
+
+A micro-batch is one packed token axis. Sequences that begin alike (the rollouts of one task, the
+branches of one trajectory, tasks with one system prompt) share the rows of their common beginning::
+
+    sequence 0   P P P P a b c        packed   P P P P | a b c | x y
+    sequence 1   P P P P x y          spans    0         1(0)    2(0)
+
+The row of a token predicts the token after it, so the last P predicts both ``a`` and ``x``: it is
+listed twice in ``source_rows``. Rows are gathered by these lists before the projection to the
+vocabulary, so that only trained tokens are projected.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longarc.errors import ConfigError, ContractError
+from longarc.models.layout import Layout, Span
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+MIN_SHARED_TOKENS = 16
+"""A common beginning shorter than this is computed again for each sequence: many tiny spans cost more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A token sequence and which of its tokens are trained."""
+
+    token_ids: Sequence[int]
+    train_mask: Sequence[bool] | None = None
+    """True where the token is trained on; None trains on all. The first token has no predecessor and
+    is never a target."""
+
+    def __post_init__(self) -> None:
+        if self.train_mask is not None and len(self.train_mask) != len(self.token_ids):
+            raise ContractError(
+                f"a document has {len(self.token_ids)} tokens but a train_mask of "
+                f"{len(self.train_mask)}; they must be aligned"
+            )
+
+    def target_positions(self) -> Ids:
+        """Return the positions of trained tokens, ascending."""
+        if self.train_mask is None:
+            return np.arange(1, len(self.token_ids), dtype=np.int64)
+        mask = np.asarray(self.train_mask, dtype=bool)
+        return np.flatnonzero(mask[1:]).astype(np.int64) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One forward and backward. ``targets`` counts (sequence, trained token) pairs."""
+
+    token_ids: Int[Tensor, " tokens"]
+    layout: Layout
+    source_rows: Int[Tensor, " targets"]
+    """Row of the packed axis whose hidden state predicts the target."""
+    target_ids: Int[Tensor, " targets"]
+    """Vocabulary id of the target."""
+    sequence_indices: Int[Tensor, " targets"]
+    """Which of the given sequences the target belongs to."""
+    positions: Int[Tensor, " targets"]
+    """Position of the target in its sequence."""
+
+
+def pack_documents(documents: Sequence[Document], *, micro_batch_tokens: int) -> list[MicroBatch]:
+    """Lay documents end to end, longest first into the first micro-batch with room.
+
+    Tokens after a document's last target predict nothing that is trained and are left out;
+    documents without any target are left out whole.
+
+    Raises:
+        ConfigError: a document is longer than ``micro_batch_tokens``.
+    """
+    sequences = _sequences(documents, micro_batch_tokens)
+    bins: list[list[_Sequence]] = []
+    room: list[int] = []
+    for sequence in sorted(sequences, key=lambda s: -len(s.inputs)):
+        fit = next((i for i, free in enumerate(room) if free >= len(sequence.inputs)), None)
+        if fit is None:
+            bins.append([])
+            room.append(micro_batch_tokens)
+            fit = len(bins) - 1
+        bins[fit].append(sequence)
+        room[fit] -= len(sequence.inputs)
+    return [_lay_out_separately(members) for members in bins]
+
+
+def pack_shared(documents: Sequence[Document], *, micro_batch_tokens: int) -> list[MicroBatch]:
+    """Lay out sequences in their order, computing what they share at the beginning once.
+
+    Sequences of one group should follow each other: a shared beginning is computed once for each
+    micro-batch that needs it. Left out is the same as in :func:`pack_documents`.
+
+    Raises:
+        ConfigError: a sequence is longer than ``micro_batch_tokens``.
+    """
+    bins: list[list[_Sequence]] = []
+    room = 0
+    for sequence in _sequences(documents, micro_batch_tokens):
+        num_new = _num_new_tokens(sequence, bins[-1]) if bins else 0
+        if not bins or num_new > room:
+            bins.append([])
+            room = micro_batch_tokens
+            num_new = len(sequence.inputs)
+        bins[-1].append(sequence)
+        room -= num_new
+    return [_lay_out_as_forest(members) for members in bins]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sequence:
+    """A document as arrays, without the tokens that predict nothing."""
+
+    index: int
+    inputs: Ids
+    positions: Ids
+    target_ids: Ids
+
+
+def _sequences(documents: Sequence[Document], micro_batch_tokens: int) -> list[_Sequence]:
+    sequences = []
+    for index, document in enumerate(documents):
+        positions = document.target_positions()
+        if len(positions) == 0:
+            continue
+        token_ids = np.asarray(document.token_ids, dtype=np.int64)
+        num_inputs = int(positions[-1])
+        if num_inputs > micro_batch_tokens:
+            raise ConfigError(
+                f"sequence {index} has {num_inputs} tokens to compute, more than "
+                f"micro_batch_tokens={micro_batch_tokens}; raise micro_batch_tokens or shorten the context"
+            )
+        sequences.append(
+            _Sequence(
+                index=index,
+                inputs=token_ids[:num_inputs],
+                positions=positions,
+                target_ids=token_ids[positions],
+            )
+        )
+    return sequences
+
+
+def _common_prefix(a: Ids, b: Ids) -> int:
+    """Return how many tokens two sequences share at their beginning."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _num_new_tokens(sequence: _Sequence, members: Sequence[_Sequence]) -> int:
+    """Return an upper bound of the rows that ``sequence`` adds to the forest of ``members``.
+
+    A split is only made where at least MIN_SHARED_TOKENS are shared beyond the span above it, so up
+    to MIN_SHARED_TOKENS - 1 of a common beginning may be computed twice.
+    """
+    shared = max((_common_prefix(sequence.inputs, m.inputs) for m in members), default=0)
+    return len(sequence.inputs) - max(0, shared - (MIN_SHARED_TOKENS - 1))
+
+
+def _lay_out_separately(members: Sequence[_Sequence]) -> MicroBatch:
+    forest = _Forest()
+    rows = [forest.add(member.inputs, parent=None)[1] for member in members]
+    return _micro_batch(forest, members, rows)
+
+
+def _lay_out_as_forest(members: Sequence[_Sequence]) -> MicroBatch:
+    forest = _Forest()
+    rows: dict[int, Ids] = {}
+    forest.grow(list(members), 0, None, np.empty(0, dtype=np.int64), rows)
+    return _micro_batch(forest, members, [rows[member.index] for member in members])
+
+
+def _micro_batch(
+    forest: "_Forest", members: Sequence[_Sequence], rows: Sequence[Ids]
+) -> MicroBatch:
+    """Turn the rows of each member into the lists of what predicts what."""
+    return MicroBatch(
+        token_ids=torch.from_numpy(np.concatenate(forest.pieces)),
+        layout=Layout(tuple(forest.spans)),
+        source_rows=torch.from_numpy(
+            np.concatenate([r[m.positions - 1] for r, m in zip(rows, members, strict=True)])
+        ),
+        target_ids=torch.from_numpy(np.concatenate([m.target_ids for m in members])),
+        sequence_indices=torch.from_numpy(
+            np.concatenate([np.full(len(m.positions), m.index, dtype=np.int64) for m in members])
+        ),
+        positions=torch.from_numpy(np.concatenate([m.positions for m in members])),
+    )
+
+
+class _Forest:
+    """Spans under construction, in packed order."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.pieces: list[Ids] = []
+        self._num_tokens = 0
+
+    def add(self, token_ids: Ids, parent: int | None) -> tuple[int, Ids]:
+        """Append one span; return its index and its rows."""
+        rows = np.arange(self._num_tokens, self._num_tokens + len(token_ids), dtype=np.int64)
+        self.spans.append(Span(len(token_ids), parent))
+        self.pieces.append(token_ids)
+        self._num_tokens += len(token_ids)
+        return len(self.spans) - 1, rows
+
+    def grow(
+        self,
+        members: list[_Sequence],
+        start: int,
+        parent: int | None,
+        path: Ids,
+        rows: dict[int, Ids],
+    ) -> None:
+        """Place the tokens of ``members`` from position ``start`` on, all behind span ``parent``.
+
+        Args:
+            members: sequences that are equal before ``start``.
+            start: first position that has no row yet.
+            parent: span that holds the token before ``start``; None at the beginning.
+            path: rows of the tokens before ``start``.
+            rows: receives the rows of each finished member, by its index.
+        """
+        first = members[0].inputs
+        end = min(_common_prefix(first, member.inputs) for member in members)
+        if len(members) == 1 or end - start >= MIN_SHARED_TOKENS:
+            if end > start:
+                parent, added = self.add(first[start:end], parent)
+                path = np.concatenate([path, added])
+            start = end
+        branches: dict[int | None, list[_Sequence]] = {}
+        for member in members:
+            is_finished = len(member.inputs) == end
+            branches.setdefault(None if is_finished else int(member.inputs[end]), []).append(member)
+        for token, branch in branches.items():
+            if token is not None:
+                self.grow(branch, start, parent, path, rows)
+                continue
+            tail = path
+            if end > start:
+                tail = np.concatenate([path, self.add(first[start:end], parent)[1]])
+            for member in branch:
+                rows[member.index] = tail

@@ -1,0 +1,71 @@
+"""Packing: what is shared, what is left out, what is refused."""
+
+import pytest
+
+from longarc.errors import ConfigError, ContractError
+from longarc.models.layout import Span
+from longarc.trainer.packing import Document, pack_documents, pack_shared
+
+PROMPT = tuple(range(100, 120))
+
+
+def answer(*token_ids):
+    return Document(
+        token_ids=PROMPT + token_ids,
+        train_mask=(False,) * len(PROMPT) + (True,) * len(token_ids),
+    )
+
+
+def test_a_shared_prompt_is_laid_out_once_and_its_last_row_predicts_every_first_token():
+    (batch,) = pack_shared([answer(1, 2, 3), answer(4, 5)], micro_batch_tokens=100)
+    assert batch.layout.spans == (Span(20), Span(2, 0), Span(1, 0))
+    assert batch.token_ids.tolist() == [*PROMPT, 1, 2, 4]
+    assert batch.source_rows.tolist() == [19, 20, 21, 19, 22]
+    assert batch.target_ids.tolist() == [1, 2, 3, 4, 5]
+    assert batch.positions.tolist() == [20, 21, 22, 20, 21]
+    assert batch.sequence_indices.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_prompt_that_needs_two_micro_batches_is_laid_out_in_both():
+    batches = pack_shared([answer(*range(30)), answer(*range(50, 80))], micro_batch_tokens=60)
+    assert [len(batch.token_ids) for batch in batches] == [49, 49]
+
+
+def test_identical_sequences_share_every_row():
+    (batch,) = pack_shared([answer(1, 2), answer(1, 2)], micro_batch_tokens=100)
+    assert batch.layout.spans == (Span(21),)
+    assert batch.source_rows.tolist() == [19, 20, 19, 20]
+
+
+def test_a_sequence_that_is_the_beginning_of_another_adds_no_row():
+    (batch,) = pack_shared([answer(1, 2, 3), answer(1)], micro_batch_tokens=100)
+    assert sum(span.length for span in batch.layout.spans) == 22
+    assert batch.source_rows.tolist()[-1] == 19
+
+
+def test_short_common_beginnings_are_not_split_off():
+    documents = [Document(token_ids=(7, 7, 7, i, i)) for i in range(3)]
+    (batch,) = pack_shared(documents, micro_batch_tokens=100)
+    assert batch.layout.spans == (Span(4), Span(4), Span(4))
+
+
+def test_documents_fill_micro_batches_longest_first():
+    documents = [Document(token_ids=range(n + 1)) for n in (30, 70, 40, 60)]
+    batches = pack_documents(documents, micro_batch_tokens=100)
+    assert [batch.layout.num_tokens for batch in batches] == [100, 100]
+
+
+def test_documents_without_a_target_are_left_out():
+    silent = Document(token_ids=(1, 2, 3), train_mask=(True, False, False))
+    assert pack_documents([silent, Document(token_ids=(1,))], micro_batch_tokens=10) == []
+    assert pack_shared([silent], micro_batch_tokens=10) == []
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"11 tokens.*micro_batch_tokens=10"):
+        pack_shared([Document(token_ids=range(12))], micro_batch_tokens=10)
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(ContractError, match="3 tokens but a train_mask of 2"):
+        Document(token_ids=(1, 2, 3), train_mask=(True, True))
