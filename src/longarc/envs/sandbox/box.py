@@ -1,0 +1,223 @@
+"""One running box, seen from the host.
+
+::
+
+    exec/read/write --frame--> socketpair --> execd (process 1 of the box)
+                    <--frame--
+    close: closes the socket; execd sees the end of file and exits; the kernel ends the rest of the
+           box; the pidfd of bwrap becomes readable; bwrap is reaped
+
+No thread belongs to a box: sockets and pidfds are watched by the event loop. One request at a
+time; a request that was cancelled half-way leaves the conversation out of step, so it ends the box.
+"""
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from longarc.envs.sandbox.wire import U32, pack, unpack
+from longarc.errors import SandboxError
+from longarc.records.ports import ExecResult
+
+REPLY_GRACE_S = 10.0
+"""Time beyond a command's own deadline after which a silent exec server counts as dead [seconds]."""
+CLOSE_GRACE_S = 1.0
+"""Time a box has to end by itself before its bwrap is killed [seconds]."""
+MAX_READ_BYTES = 16 << 20
+MAX_REPLY_BYTES = 64 << 20
+"""Anything longer is refused: the other side of the socket is not trusted."""
+
+
+class BwrapSandbox:
+    """A box of ``BwrapBackend``; satisfies ``records.ports.Sandbox``.
+
+    ``read`` and ``write`` raise the ``OSError`` of the box (no such file, no space left, ...),
+    which is the agent's doing, and ``SandboxError`` where the box is lost, which is not.
+    """
+
+    def __init__(
+        self,
+        *,
+        box_id: str,
+        connection: socket.socket,
+        process: subprocess.Popen[bytes],
+        output_bytes: int,
+        on_closed: Callable[["BwrapSandbox"], None],
+    ) -> None:
+        self.id = box_id
+        self.process = process
+        self._connection = connection
+        self._output_bytes = output_bytes
+        self._on_closed = on_closed
+        self._turn = asyncio.Lock()
+        self._why_lost: str | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def expire_after(self, seconds: float) -> None:
+        """End the box when its lifetime [seconds] is over; the command that runs then is timed out."""
+        self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
+
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 10.0
+    ) -> ExecResult:
+        """Run one command in the workspace and wait for it.
+
+        A program that does not exist gives status 127, one that cannot be started 126, as in a
+        shell. Processes left in the background live on until they are too many, a later command
+        is killed, or the box closes.
+        """
+        if not argv or not timeout_s > 0:
+            raise ValueError(
+                f"exec needs a program and a time, got argv={list(argv)} and timeout_s={timeout_s}; "
+                f"give at least one argument and more than 0 seconds"
+            )
+        words = [word.encode("utf-8", "surrogateescape") for word in argv]
+        if any(b"\0" in word for word in words):
+            return ExecResult(rc=126, stdout=b"", stderr=b"an argument contains a zero byte\n")
+        milliseconds = max(1, round(timeout_s * 1000))
+        request = [b"exec", b"%d" % milliseconds, b"%d" % self._output_bytes, stdin, *words]
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            reply = await self.request(request, timeout_s=timeout_s + REPLY_GRACE_S)
+            rc, killed, dropped, microseconds, stdout, stderr = reply
+            return ExecResult(
+                rc=int(rc) if rc else None,
+                stdout=stdout,
+                stderr=stderr,
+                timed_out=killed == b"time",
+                num_dropped_bytes=int(dropped),
+                wall_s=int(microseconds) / 1e6,
+            )
+        except (SandboxError, ValueError) as error:
+            expired = self._why_lost is not None and self._why_lost.startswith("its lifetime")
+            failure: Literal["env_crashed"] | None = None if expired else "env_crashed"
+            return ExecResult(
+                rc=None,
+                stdout=b"",
+                stderr=str(error).encode(),
+                timed_out=expired,
+                wall_s=clock() - started,
+                failure=failure,
+            )
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, with the folders it needs; relative paths start at the workspace."""
+        await self.request([b"write", os.fsencode(path), data], timeout_s=REPLY_GRACE_S)
+
+    async def read(self, path: str) -> bytes:
+        """Read a regular file of at most 16 MiB; relative paths start at the workspace."""
+        request = [b"read", os.fsencode(path), b"%d" % MAX_READ_BYTES]
+        (data,) = await self.request(request, timeout_s=REPLY_GRACE_S)
+        return data
+
+    async def close(self) -> None:
+        """End every process of the box and remove all it wrote; a second call waits for the first."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def request(self, fields: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
+        """Send one frame and return the fields of the answer, without its status.
+
+        Raises:
+            SandboxError: the box is closed, died, fell silent or sent nonsense.
+            OSError: the box refused, with the error number it met.
+        """
+        async with self._turn:
+            if self._why_lost is not None:
+                raise SandboxError(
+                    f"box {self.id} cannot be used: {self._why_lost}; open a new one"
+                )
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._exchange(pack(fields))
+            except asyncio.CancelledError:
+                self._lose("a request to it was cancelled half-way")
+                raise
+            except TimeoutError:
+                self._lose(f"its exec server did not answer within {timeout_s:.1f} s")
+            except (OSError, SandboxError) as error:
+                self._lose(f"it died or broke the protocol ({error})")
+        if self._why_lost is not None:
+            raise SandboxError(f"box {self.id} is lost: {self._why_lost}; open a new one")
+        if reply[0] == b"error":
+            number = int(reply[1])
+            raise OSError(number, f"{os.strerror(number)} (in box {self.id}): {reply[2].decode()}")
+        return reply[1:]
+
+    async def _exchange(self, frame: bytes) -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._connection, frame)
+        (length,) = U32.unpack(await self._receive(U32.size))
+        if not 0 < length <= MAX_REPLY_BYTES:
+            raise SandboxError(f"a reply of {length} bytes; at most {MAX_REPLY_BYTES} are accepted")
+        return unpack(await self._receive(length))
+
+    async def _receive(self, num_bytes: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = bytearray()
+        while len(data) < num_bytes:
+            part = await loop.sock_recv(self._connection, min(num_bytes - len(data), 1 << 18))
+            if not part:
+                raise SandboxError("end of file")
+            data += part
+        return bytes(data)
+
+    def _lose(self, why: str) -> None:
+        """Note why the box is unusable and end its processes at once."""
+        if self._why_lost is None:
+            self._why_lost = why
+            self._kill()
+
+    def _expire(self, seconds: float) -> None:
+        self._lose(f"its lifetime of {seconds:g} s is over")
+
+    def _kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+
+    async def _close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._why_lost is None:
+            self._why_lost = "it was closed"
+        # shutdown, not close: a request may still be waiting on the descriptor
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:
+                raise
+        try:
+            if not await self._ended(CLOSE_GRACE_S):
+                self._kill()
+                await self._ended(CLOSE_GRACE_S)
+        finally:
+            async with self._turn:
+                self._connection.close()
+            self._on_closed(self)
+
+    async def _ended(self, seconds: float) -> bool:
+        """Wait until bwrap, and with it every process of the box, is gone; reap it."""
+        if self.process.poll() is not None:
+            return True
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        fd = os.pidfd_open(self.process.pid)
+        loop.add_reader(fd, gone.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await gone.wait()
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self.process.wait()
+        return True

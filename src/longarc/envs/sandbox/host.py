@@ -1,0 +1,113 @@
+"""What this machine offers a box: bubblewrap, a Python, a mount point, a user to become.
+
+Looked up once per backend, in the spawner thread, because it runs programs and reads folders.
+"""
+
+import glob
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longarc.envs.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
+from longarc.errors import SandboxError
+
+SANDBOX_UID = 64_000
+"""User and group that boxes run as when LongArc itself runs as root; belongs to nobody on Debian."""
+SCRATCH_CANDIDATES = ("/media", "/mnt", "/srv", "/opt")
+SYSTEM_PYTHON = "/usr/bin/python3"
+PACKAGE_FOLDERS = (
+    "/usr/lib/python3*/dist-packages",
+    "/usr/local/lib/python3*/dist-packages",
+    "/usr/lib/python3*/site-packages",
+    "/usr/lib64/python3*/site-packages",
+    "/usr/local/lib/python3*/site-packages",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Facts that hold for every box of a backend."""
+
+    bubblewrap: Bubblewrap
+    python: str
+    """Interpreter of the exec server, by its path on the host and in the box."""
+    python_prefix: str | None
+    """Folder that must be visible for ``python``; None where /usr already shows it."""
+    hidden_folders: tuple[str, ...]
+    """Installed packages of the host, which may hold a task's solution: empty in the box."""
+    scratch: str
+    """An existing folder that the box's quota'd tmpfs covers, in the box's own mount table only."""
+    uid: int
+    """Who runs bwrap [uid]; the caller, or ``SANDBOX_UID`` when the caller is root."""
+    gid: int
+    setpriv: str | None
+    """Program that changes to ``uid``; None where no change is needed."""
+
+
+def look_up_host(bwrap_candidates: Sequence[str] | None = None) -> Host:
+    """Find everything a box needs; blocks for some milliseconds.
+
+    Raises:
+        SandboxError: something is missing; says what and how to get it.
+    """
+    bubblewrap = find_bubblewrap(bwrap_candidates)
+    is_root = os.geteuid() == 0
+    python, prefix = _box_python(for_other_user=is_root)
+    folders = [path for pattern in PACKAGE_FOLDERS for path in glob.glob(pattern)]
+    if prefix is not None:
+        folders += glob.glob(f"{prefix}/lib/python3*/site-packages")
+    return Host(
+        bubblewrap=bubblewrap,
+        python=python,
+        python_prefix=prefix,
+        hidden_folders=tuple(sorted(path for path in folders if not os.path.islink(path))),
+        scratch=_scratch(),
+        uid=SANDBOX_UID if is_root else os.geteuid(),
+        gid=SANDBOX_UID if is_root else os.getegid(),
+        setpriv=_setpriv() if is_root else None,
+    )
+
+
+def _box_python(*, for_other_user: bool) -> tuple[str, str | None]:
+    if os.access(SYSTEM_PYTHON, os.X_OK):
+        return SYSTEM_PYTHON, None
+    python = os.path.join(
+        sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    )
+    if not os.access(python, os.X_OK) or (for_other_user and not _open_to_all(Path(python))):
+        raise SandboxError(
+            f"no Python for the exec server of a box: {SYSTEM_PYTHON} does not exist and {python} "
+            f"cannot be used by uid {SANDBOX_UID}; install python3 from your system, or run LongArc "
+            f"as the user who owns that interpreter"
+        )
+    is_visible = sys.base_prefix == "/usr" or sys.base_prefix.startswith("/usr/")
+    return python, None if is_visible else sys.base_prefix
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether any user may run ``path``: every folder above it and the file have o+x."""
+    resolved = path.resolve()
+    return all(part.stat().st_mode & stat.S_IXOTH for part in (resolved, *resolved.parents))
+
+
+def _scratch() -> str:
+    for path in SCRATCH_CANDIDATES:
+        if os.path.isdir(path) and not os.path.islink(path):
+            return path
+    raise SandboxError(
+        f"none of {', '.join(SCRATCH_CANDIDATES)} is a folder; a box mounts its own memory file "
+        f"system over one of them (in its own mount table only); create an empty /mnt"
+    )
+
+
+def _setpriv() -> str:
+    if (path := shutil.which("setpriv")) is None:
+        raise SandboxError(
+            "setpriv (util-linux) is not on PATH; root needs it to start boxes as the unprivileged "
+            f"uid {SANDBOX_UID}; install util-linux, or run LongArc as an unprivileged user"
+        )
+    return path
