@@ -1,0 +1,1 @@
+"""Everything on disk: the run directory, the trajectory ledger, checkpoints and metrics."""

@@ -1,0 +1,94 @@
+"""Files that survive a crash: atomic replacement, and JSON lines whose torn tail is dropped."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from longarc.errors import ResourceError
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader, or the next start after a crash, sees the old or the new one.
+
+    Raises:
+        ResourceError: the disk is full or the place is not writable; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable: a rename is not before its directory is synced."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def json_document(value: object) -> bytes:
+    """Encode JSON for people: indented, with a final newline."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file for appending, without what a crash left of its last line.
+
+        Raises:
+            ResourceError: the place is not writable.
+        """
+        self._path = path
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            self._drop_torn_line()
+        except OSError as error:
+            raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def _drop_torn_line(self) -> None:
+        data = self._path.read_bytes()
+        if not data.endswith(b"\n"):
+            self._file.truncate(data.rfind(b"\n") + 1)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one record; it survives a kill of this process.
+
+        Raises:
+            ResourceError: the disk is full; nothing of the record stays in the file.
+        """
+        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                # The kernel took what fitted; asking again says why the rest did not.
+                self._file.write(line[written:])
+        except OSError as error:
+            # Where even that fails, the next start drops the torn line.
+            os.ftruncate(self._file.fileno(), start)
+            raise ResourceError(f"cannot append to {self._path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete records of a file of JSON lines; none where there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    return [orjson.loads(line) for line in lines[:-1] if line]
