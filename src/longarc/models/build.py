@@ -1,0 +1,35 @@
+"""Makes a model from its config, with initial weights that depend on the seed alone."""
+
+import torch
+from torch import nn
+
+from longarc.config.model import GlmMoeDsaConfig, ModelConfig
+from longarc.models.decoder import GlmMoeDsa
+from longarc.models.decoder_base import Decoder
+from longarc.models.layers import RMSNorm
+from longarc.models.llama import Llama
+
+
+def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Build the model on the CPU and draw its weights: normal matrices, unit norms, zero biases.
+
+    Weights are drawn in fp32 in the order of the parameters and then cast, so that one seed gives one
+    model in every dtype. Router biases stay fp32.
+    """
+    with torch.device("meta"):
+        model = GlmMoeDsa(config) if isinstance(config, GlmMoeDsaConfig) else Llama(config)
+    model.to(dtype).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, RMSNorm | nn.LayerNorm):
+                    parameter.fill_(1.0 if name == "weight" else 0.0)
+                else:
+                    drawn = torch.empty(parameter.shape, dtype=torch.float32)
+                    parameter.copy_(
+                        drawn.normal_(std=config.initializer_range, generator=generator)
+                    )
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.zeros_like(buffer, dtype=torch.float32))
+    return model

@@ -1,0 +1,64 @@
+"""The GLM-5 family: MLA with sparse attention, and experts behind the leading dense layers."""
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from longarc.config.model import GlmMoeDsaConfig
+from longarc.models.decoder_base import Decoder, DecoderLayer, DecoderStack, LayerOutput, Pass
+from longarc.models.layers import RMSNorm, Rotation, SwiGLU
+from longarc.models.mla import SparseLatentAttention
+from longarc.models.moe import MixtureOfExperts
+
+
+class GlmMoeDsaLayer(DecoderLayer):
+    """Pre-norm attention, then pre-norm feed-forward."""
+
+    def __init__(self, config: GlmMoeDsaConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = SparseLatentAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp: SwiGLU | MixtureOfExperts = (
+            SwiGLU(config.hidden_size, config.intermediate_size)
+            if layer < config.first_k_dense_replace
+            else MixtureOfExperts(config)
+        )
+
+    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
+        """Apply the layer to all rows."""
+        attended, indexer_loss = self.self_attn(self.input_layernorm(hidden), step)
+        hidden = hidden + attended
+        normed = self.post_attention_layernorm(hidden)
+        if isinstance(self.mlp, SwiGLU):
+            return LayerOutput(hidden + self.mlp(normed), indexer_loss)
+        mixed, counts = self.mlp(normed, step.num_tokens)
+        return LayerOutput(hidden + mixed, indexer_loss, counts)
+
+
+class GlmMoeDsa(Decoder):
+    """GLM-5: Hugging Face ``GlmMoeDsaForCausalLM``, names included."""
+
+    def __init__(self, config: GlmMoeDsaConfig) -> None:
+        super().__init__()
+        self.config: GlmMoeDsaConfig = config
+        self.model = DecoderStack(
+            config, [GlmMoeDsaLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def cache_widths(self) -> dict[str, int]:
+        """Return the widths of latent rows and indexer keys."""
+        return {
+            "latent": self.config.kv_lora_rank + self.config.qk_rope_head_dim,
+            "index_keys": self.config.index_head_dim,
+        }
+
+    def rotation(self, positions: Int[Tensor, " rows"]) -> Rotation:
+        """Return the interleaved rotation that attention and indexer share."""
+        return Rotation(
+            positions,
+            width=self.config.qk_rope_head_dim,
+            base=self.config.rope_theta,
+            interleaved=True,
+            dtype=self.output_weight.dtype,
+        )

@@ -1,0 +1,260 @@
+"""What every decoder is from outside, and the stack of layers that all of them share.
+
+::
+
+    forward  packed tokens + layout          -> hidden      training, scoring
+    extend   new tokens of cached sequences  -> hidden      inference; the same layers, the same numbers
+
+A layer sees rows of tokens and a ``Pass``, which says at what positions the rows stand, what each may
+attend to, and where keys are kept; it cannot tell training from inference.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.errors import ContractError
+from longarc.models.cache import SlotCache
+from longarc.models.layers import RMSNorm, Rotation, pad_rows, padded_rows
+from longarc.models.layout import Layout
+from longarc.models.plan import AttentionPlan
+
+Attention: TypeAlias = Literal["dense", "sparse"]
+IndexerLoss: TypeAlias = Literal["none", "warmup", "sparse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """What one pass over packed tokens gives."""
+
+    hidden: Float[Tensor, "tokens hidden"]
+    """After the final norm."""
+    indexer_loss_sum: Float[Tensor, ""]
+    """KL [nats] of indexer against attention, summed over query tokens and layers; carries gradient."""
+    num_indexer_terms: int
+    """Terms of that sum."""
+    expert_counts: Float[Tensor, "moe_layers experts"]
+    """Tokens routed to each expert; no rows where the model has no experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One pass through all layers."""
+
+    rotation: Rotation
+    num_tokens: int
+    """Rows that are tokens; the rest, up to the padded row count, are zeros that nobody attends to."""
+    plan: AttentionPlan
+    attention: Attention
+    indexer_loss: IndexerLoss = "none"
+    cache: SlotCache | None = None
+    cache_rows: Int[Tensor, " tokens"] | None = None
+    """Where the tokens' own rows go in the cache."""
+
+    def table(self, name: str, layer: int, rows: Float[Tensor, "tokens width"]) -> Tensor:
+        """Return the rows that may be attended to, ``rows`` among them: the packed ones, or the cache."""
+        if self.cache is None:
+            return rows
+        table = self.cache.table(name, layer)
+        table[self.cache_rows] = rows
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutput:
+    """What a layer returns besides the residual stream it was given."""
+
+    hidden: Float[Tensor, "rows hidden"]
+    indexer_loss_sum: Float[Tensor, ""] | None = None
+    expert_counts: Float[Tensor, " experts"] | None = None
+
+
+class DecoderLayer(nn.Module):
+    """One layer of a decoder."""
+
+    @abstractmethod
+    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
+        """Apply the layer to all rows."""
+
+
+class DecoderStack(nn.Module):
+    """Embedding, layers and final norm; the name ``model`` of a Hugging Face state dict."""
+
+    def __init__(
+        self, config: GlmMoeDsaConfig | LlamaConfig, layers: Sequence[DecoderLayer]
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, token_ids: Tensor, step: Pass) -> tuple[Tensor, list[LayerOutput]]:
+        """Run all rows through all layers."""
+        hidden = self.embed_tokens(token_ids)
+        outputs = []
+        for layer in self.layers:
+            output: LayerOutput = layer(hidden, step)
+            hidden = output.hidden
+            outputs.append(output)
+        return self.norm(hidden), outputs
+
+
+class Decoder(nn.Module):
+    """A causal language model: ids in, final hidden states out."""
+
+    config: GlmMoeDsaConfig | LlamaConfig
+    model: DecoderStack
+    lm_head: nn.Linear
+
+    @abstractmethod
+    def cache_widths(self) -> dict[str, int]:
+        """Return the kinds of rows a token leaves in the cache, and their widths."""
+
+    @abstractmethod
+    def rotation(self, positions: Int[Tensor, " rows"]) -> Rotation:
+        """Return the rotation of rows at these positions."""
+
+    @property
+    def output_weight(self) -> Float[Tensor, "vocab hidden"]:
+        """The output projection; logits are ``hidden @ output_weight.T``."""
+        return self.lm_head.weight
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " tokens"],
+        layout: Layout,
+        *,
+        attention: Attention = "sparse",
+        indexer_loss: IndexerLoss = "none",
+    ) -> ForwardOutput:
+        """Compute the hidden state of every token of a packed layout.
+
+        Args:
+            token_ids: ids, in the order of the layout's spans.
+            layout: which tokens belong to one sequence.
+            attention: over all earlier tokens, or over those the indexer selects; a model without an
+                indexer is always dense.
+            indexer_loss: which distillation loss of the indexer to compute: ``warmup`` against dense
+                attention, ``sparse`` against attention over the selected keys.
+
+        Raises:
+            ContractError: ids and layout disagree, a sequence is too long for the model, or attention
+                and indexer loss do not go together.
+        """
+        num_tokens = len(token_ids)
+        if num_tokens != layout.num_tokens:
+            raise ContractError(
+                f"{num_tokens} token ids do not fit a layout of {layout.num_tokens} tokens"
+            )
+        if indexer_loss != "none" and (indexer_loss == "warmup") != (attention == "dense"):
+            raise ContractError(
+                f"indexer_loss={indexer_loss!r} does not go with attention={attention!r}: the warm-up "
+                f"distils dense attention, the sparse loss sparse attention"
+            )
+        positions = layout.position_ids()
+        self._check_length(int(positions.max()) + 1)
+        step = Pass(
+            rotation=self.rotation(self._padded(positions)),
+            num_tokens=num_tokens,
+            plan=AttentionPlan.of_layout(layout, token_ids.device),
+            attention=attention,
+            indexer_loss=indexer_loss,
+        )
+        hidden, outputs = self.model(self._padded(token_ids), step)
+        losses = [o.indexer_loss_sum for o in outputs if o.indexer_loss_sum is not None]
+        counts = [o.expert_counts for o in outputs if o.expert_counts is not None]
+        return ForwardOutput(
+            hidden=hidden[:num_tokens],
+            indexer_loss_sum=torch.stack(losses).sum() if losses else hidden.new_zeros(()),
+            num_indexer_terms=num_tokens * len(losses),
+            expert_counts=torch.stack(counts) if counts else hidden.new_zeros((0, 0)),
+        )
+
+    @torch.no_grad()
+    def extend(
+        self,
+        token_ids: Int[Tensor, " new"],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        cache: SlotCache,
+        *,
+        attention: Attention = "sparse",
+    ) -> Float[Tensor, "new hidden"]:
+        """Append tokens to cached sequences and compute their hidden states.
+
+        Args:
+            token_ids: the new tokens, sequence after sequence.
+            slots: the cache slot of each sequence.
+            starts: the position of each sequence's first new token; rows before it are in the cache.
+            counts: how many of the new tokens belong to each sequence.
+            cache: is written; made by ``new_cache``.
+            attention: as in ``forward``.
+
+        Raises:
+            ContractError: the numbers disagree, or do not fit the cache.
+        """
+        num_tokens = len(token_ids)
+        if sum(counts) != num_tokens:
+            raise ContractError(
+                f"{num_tokens} token ids do not fit counts that sum to {sum(counts)}"
+            )
+        cache.check(list(slots), list(starts), list(counts))
+        positions, rows = [], []
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            positions.extend(range(start, start + count))
+            first_row = slot * cache.max_length + start
+            rows.extend(range(first_row, first_row + count))
+        step = Pass(
+            rotation=self.rotation(self._padded(torch.tensor(positions))),
+            num_tokens=num_tokens,
+            plan=AttentionPlan.of_slots(
+                slots, starts, counts, max_length=cache.max_length, device=token_ids.device
+            ),
+            attention=attention,
+            cache=cache,
+            cache_rows=torch.tensor(rows, device=token_ids.device),
+        )
+        hidden, _ = self.model(self._padded(token_ids), step)
+        new_hidden: Tensor = hidden[:num_tokens]
+        return new_hidden
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.
+
+        Raises:
+            ContractError: the model's context is shorter.
+        """
+        self._check_length(max_length)
+        weight = self.output_weight
+        return SlotCache(
+            self.cache_widths(),
+            num_layers=len(self.model.layers),
+            num_slots=num_slots,
+            max_length=max_length,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return pad_rows(rows, padded_rows(len(rows))).to(self.output_weight.device)
+
+    def _check_length(self, length: int) -> None:
+        limit = self.config.max_position_embeddings
+        if length > limit:
+            raise ContractError(
+                f"a sequence of {length} tokens exceeds max_position_embeddings={limit}; shorten it, or "
+                f"raise the model's context"
+            )
+
+
+def with_padding(rows: Float[Tensor, "tokens ..."], like: Tensor) -> Float[Tensor, "rows ..."]:
+    """Bring per-token results back to the padded row count of ``like``."""
+    return F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, like.shape[0] - rows.shape[0]])

@@ -1,0 +1,109 @@
+"""``config.json`` of Hugging Face to our settings and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
+from longarc.errors import ConfigError
+
+_GLM_FIXED: Mapping[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "indexer_rope_interleave": True,
+}
+_LLAMA_FIXED: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
+    """Return the content of ``config.json`` for ``transformers``."""
+    values = config.model_dump(exclude={"family", "rope_theta"})
+    values["dtype"] = dtype
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    values.update(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    if isinstance(config, GlmMoeDsaConfig):
+        values["num_key_value_heads"] = config.num_attention_heads
+        values["head_dim"] = config.qk_rope_head_dim
+        return {**_GLM_FIXED, **values}
+    values["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
+    return {**_LLAMA_FIXED, **values}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Return our settings for a Hugging Face config.
+
+    Raises:
+        ConfigError: another architecture, or a feature LongArc does not build.
+    """
+    model_type = raw.get("model_type")
+    if model_type == "glm_moe_dsa":
+        _require(raw, _GLM_FIXED)
+        _require_unshared_indexers(raw)
+        return _parse(GlmMoeDsaConfig, raw)
+    if model_type == "llama":
+        _require(raw, _LLAMA_FIXED)
+        return _parse(LlamaConfig, raw)
+    raise ConfigError(
+        f"model_type {model_type!r} in config.json is not supported; supported: glm_moe_dsa, llama"
+    )
+
+
+def _parse(
+    settings: type[GlmMoeDsaConfig] | type[LlamaConfig], raw: Mapping[str, Any]
+) -> ModelConfig:
+    known = {name: raw[name] for name in settings.model_fields if raw.get(name) is not None}
+    known["rope_theta"] = _rope_theta(raw)
+    try:
+        return settings(**known)
+    except ValidationError as error:
+        raise ConfigError(
+            f"config.json does not describe a model that can be built: {error}"
+        ) from error
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(
+            f"rope_type {kind!r} in config.json is not supported; supported: 'default'. Scaled rotary "
+            f"embeddings would give other numbers"
+        )
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        raise ConfigError("config.json names no rope_theta; add rope_parameters.rope_theta")
+    return float(theta)
+
+
+def _require(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    for name, value in fixed.items():
+        if name not in ("architectures", "model_type") and raw.get(name, value) != value:
+            raise ConfigError(
+                f"{name}={raw[name]!r} in config.json is not supported; supported: {value!r}"
+            )
+
+
+def _require_unshared_indexers(raw: Mapping[str, Any]) -> None:
+    types = raw.get("indexer_types") or ["full"]
+    shared = "shared" in types or "S" in (raw.get("index_topk_pattern") or "")
+    if shared or (raw.get("index_topk_freq") or 1) > 1:
+        raise ConfigError(
+            "config.json shares indexers between layers (indexer_types, index_topk_freq or "
+            "index_topk_pattern); only models with an indexer in every layer are supported"
+        )

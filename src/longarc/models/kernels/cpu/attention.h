@@ -1,0 +1,161 @@
+// Attention of one query over keys in a fixed order: scores with keys in lanes, softmax, then values key by key.
+//
+// Dense decode, sparse decode, and both in training call the same function, so they give the same bits.
+#pragma once
+
+#include <vector>
+
+#include "select.h"
+
+namespace longarc {
+
+constexpr int GROUP = 4;  // query heads that share one pass over the keys
+
+struct Keys {
+    const float* blocked;   // [num / LANES][dim][LANES]
+    int64_t dim;
+    const float* values;    // row-major; may be the leading columns of the keys
+    int64_t value_stride;
+    int64_t value_dim;
+    int64_t num;            // visible keys
+};
+
+struct SoftmaxStats {
+    float max, factor;  // weight of a key = exp(score - max) * factor
+};
+
+template <int HEADS>
+inline void scores_of(const float* q, int64_t q_stride, const float* blocked, int64_t block_size, int64_t dim,
+                      int64_t num_keys, float* scores, int64_t scores_stride) {
+    int64_t first = 0;
+    for (; first + LANES < num_keys; first += 2 * LANES, blocked += 2 * block_size) {
+        Vec a[HEADS], b[HEADS];
+        for (int h = 0; h < HEADS; h++) a[h] = b[h] = Vec{};
+        for (int64_t d = 0; d < dim; d++) {
+            const Vec left = load(blocked + d * LANES), right = load(blocked + block_size + d * LANES);
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++) {
+                const Vec x = splat(q[h * q_stride + d]);
+                a[h] += x * left;
+                b[h] += x * right;
+            }
+        }
+        for (int h = 0; h < HEADS; h++) {
+            store(scores + h * scores_stride + first, a[h]);
+            store(scores + h * scores_stride + first + LANES, b[h]);
+        }
+    }
+    for (; first < num_keys; first += LANES, blocked += block_size) {
+        Vec a[HEADS];
+        for (int h = 0; h < HEADS; h++) a[h] = Vec{};
+        for (int64_t d = 0; d < dim; d++) {
+            const Vec key = load(blocked + d * LANES);
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++) a[h] += splat(q[h * q_stride + d]) * key;
+        }
+        for (int h = 0; h < HEADS; h++) store(scores + h * scores_stride + first, a[h]);
+    }
+}
+
+inline int64_t scores_stride(int64_t num_keys) { return round_up(num_keys, 2 * LANES); }
+
+// Scores become exp(score - max), zero behind the end.
+inline SoftmaxStats exponentials(float* scores, int64_t num_keys) {
+    const int64_t padded = round_up(num_keys, LANES);
+    for (int64_t i = num_keys; i < padded; i++) scores[i] = -INFINITY;
+    Vec highest = load(scores);
+    for (int64_t i = LANES; i < padded; i += LANES) highest = max(highest, load(scores + i));
+    const float most = max_lanes(highest);
+    Vec total{};
+    for (int64_t i = 0; i < padded; i += LANES) {
+        Vec weight = exp(load(scores + i) - most);
+        if (i + LANES > num_keys) {
+            store(scores + i, weight);
+            for (int64_t j = num_keys; j < padded; j++) scores[j] = 0.0f;
+            weight = load(scores + i);
+        }
+        store(scores + i, weight);
+        total += weight;
+    }
+    return {most, 1.0f / sum_lanes(total)};
+}
+
+template <int HEADS, int VECS>
+inline void weighted_values(const float* weights, int64_t weights_stride, const SoftmaxStats* stats,
+                            const float* values, int64_t value_stride, int64_t num_keys, float* out,
+                            int64_t out_stride, int count) {
+    Vec sums[HEADS][VECS];
+    for (int h = 0; h < HEADS; h++)
+        for (int v = 0; v < VECS; v++) sums[h][v] = Vec{};
+    for (int64_t j = 0; j < num_keys; j++) {
+        Vec value[VECS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++)
+            value[v] = VECS == 1 ? load_upto(values + j * value_stride, count) : load(values + j * value_stride + v * LANES);
+#pragma GCC unroll 4
+        for (int h = 0; h < HEADS; h++) {
+            const Vec weight = splat(weights[h * weights_stride + j]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) sums[h][v] += weight * value[v];
+        }
+    }
+    for (int h = 0; h < HEADS; h++)
+        for (int v = 0; v < VECS; v++) {
+            const Vec result = sums[h][v] * stats[h].factor;
+            if (VECS == 1)
+                store_upto(out + h * out_stride, result, count);
+            else
+                store(out + h * out_stride + v * LANES, result);
+        }
+}
+
+// `q` is scaled already. `scratch` holds HEADS * scores_stride(num) floats.
+template <int HEADS>
+LONGARC_ONE_COPY void attend_heads(const float* q, int64_t q_stride, const Keys& keys, float* out,
+                                   int64_t out_stride, SoftmaxStats* stats, float* scratch) {
+    const int64_t stride = scores_stride(keys.num);
+    scores_of<HEADS>(q, q_stride, keys.blocked, keys.dim * LANES, keys.dim, keys.num, scratch, stride);
+    for (int h = 0; h < HEADS; h++) stats[h] = exponentials(scratch + h * stride, keys.num);
+    int64_t d = 0;
+    for (; d + 2 * LANES <= keys.value_dim; d += 2 * LANES)
+        weighted_values<HEADS, 2>(scratch, stride, stats, keys.values + d, keys.value_stride, keys.num, out + d,
+                                  out_stride, LANES);
+    for (; d < keys.value_dim; d += LANES)
+        weighted_values<HEADS, 1>(scratch, stride, stats, keys.values + d, keys.value_stride, keys.num, out + d,
+                                  out_stride, int(keys.value_dim - d < LANES ? keys.value_dim - d : LANES));
+}
+
+// All query heads of one query that share the keys; stats has one entry per head.
+inline void attend(const float* q, int64_t q_stride, int64_t num_heads, const Keys& keys, float* out,
+                   int64_t out_stride, SoftmaxStats* stats, std::vector<float>& scratch) {
+    scratch.resize(GROUP * scores_stride(keys.num));
+    for (int64_t h = 0; h < num_heads; h += GROUP) {
+        const float* q_h = q + h * q_stride;
+        float* out_h = out + h * out_stride;
+        switch (num_heads - h) {
+            case 1: attend_heads<1>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data()); break;
+            case 2: attend_heads<2>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data()); break;
+            case 3: attend_heads<3>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data()); break;
+            default: attend_heads<4>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data());
+        }
+    }
+}
+
+// Keys gathered for one query: rows of `dim` floats chosen by index, blocked for scoring and row-major for values.
+struct Gathered {
+    std::vector<float> blocked, rows;
+    int64_t stride = 0;
+
+    void gather(const float* table, int64_t table_stride, const int32_t* index, int64_t num, int64_t dim) {
+        stride = round_up(dim, LANES);
+        blocked.resize(round_up(num, 2 * LANES) * dim);
+        rows.resize(num * stride);
+        for (int64_t j = 0; j < num; j++) {
+            const float* from = table + (index ? index[j] : j) * table_stride;
+            std::memcpy(&rows[j * stride], from, sizeof(float) * dim);
+            write_blocked(blocked.data(), j, from, dim);
+        }
+    }
+};
+
+}  // namespace longarc

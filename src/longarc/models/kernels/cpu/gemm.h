@@ -1,0 +1,119 @@
+// Matrix product of rows with a packed weight: y[m][n] = sum_k x[m][k] * w[n][k], summed over k in order.
+//
+// Each output is one chain of multiply-adds, whatever the tile it falls into: a row's result does not
+// depend on the number of rows, and a column's does not depend on which weights were packed beside it.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace longarc {
+
+constexpr int PANEL = 2 * LANES;  // columns of a panel
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 12;
+#else
+constexpr int TILE_ROWS = 4;
+#endif
+
+inline int64_t packed_size(int64_t num_out, int64_t num_in) { return round_up(num_out, PANEL) * num_in; }
+
+// Packs out-by-in weights into panels of columns: panel p holds [k][column]; missing columns are zero.
+inline void pack(const float* weight, int64_t out_stride, int64_t in_stride, int64_t num_out, int64_t num_in,
+                 float* packed) {
+    for (int64_t first = 0; first < num_out; first += PANEL) {
+        float* panel = packed + first * num_in;
+        const int64_t count = std::min<int64_t>(PANEL, num_out - first);
+        for (int64_t k = 0; k < num_in; k++) {
+            for (int64_t c = 0; c < count; c++)
+                panel[k * PANEL + c] = weight[(first + c) * out_stride + k * in_stride];
+            for (int64_t c = count; c < PANEL; c++) panel[k * PANEL + c] = 0.0f;
+        }
+    }
+}
+
+enum class Store { SET, ADD };
+
+template <int ROWS, int VECS, Store MODE>
+inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t num_in, float* y, int64_t y_stride,
+                 int64_t num_columns) {
+    Vec sums[ROWS][VECS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) sums[r][v] = Vec{};
+    for (int64_t k = 0; k < num_in; k++) {
+        Vec w[VECS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) w[v] = load(panel + k * PANEL + v * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const Vec a = splat(x[r * x_stride + k]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) sums[r][v] += a * w[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) {
+            const int count = int(std::min<int64_t>(LANES, num_columns - v * LANES));
+            float* to = y + r * y_stride + v * LANES;
+            const Vec sum = MODE == Store::ADD ? load_upto(to, count) + sums[r][v] : sums[r][v];
+            store_upto(to, sum, count);
+        }
+}
+
+template <int VECS, Store MODE>
+inline void tile_of(int rows, const float* x, int64_t x_stride, const float* panel, int64_t num_in, float* y,
+                    int64_t y_stride, int64_t num_columns) {
+#define LONGARC_TILE(N) \
+    case N: return tile<N, VECS, MODE>(x, x_stride, panel, num_in, y, y_stride, num_columns)
+    switch (rows) {
+        LONGARC_TILE(1);
+        LONGARC_TILE(2);
+        LONGARC_TILE(3);
+        LONGARC_TILE(4);
+#if defined(__AVX512F__)
+        LONGARC_TILE(5);
+        LONGARC_TILE(6);
+        LONGARC_TILE(7);
+        LONGARC_TILE(8);
+        LONGARC_TILE(9);
+        LONGARC_TILE(10);
+        LONGARC_TILE(11);
+        LONGARC_TILE(12);
+#endif
+    }
+#undef LONGARC_TILE
+}
+
+// y (+)= x w^T for packed w. Rows are split into tiles of nearly equal height.
+template <Store MODE = Store::SET>
+inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, int64_t x_stride,
+                 const float* packed, float* y, int64_t y_stride) {
+    if (num_rows == 0) return;
+    const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    // A block of rows stays in the first cache level while all panels pass over it.
+    const int64_t block_tiles = std::max<int64_t>(1, 8192 / (num_in * TILE_ROWS) * 4);
+    for (int64_t first_tile = 0; first_tile < num_tiles; first_tile += block_tiles) {
+        const int64_t last_tile = std::min(num_tiles, first_tile + block_tiles);
+        for (int64_t column = 0; column < num_out; column += PANEL) {
+            const float* panel = packed + column * num_in;
+            for (int64_t t = first_tile; t < last_tile; t++) {
+                const int64_t row = num_rows * t / num_tiles;
+                const int rows = int(num_rows * (t + 1) / num_tiles - row);
+                if (num_out - column <= LANES)
+                    tile_of<1, MODE>(rows, x + row * x_stride, x_stride, panel, num_in, y + row * y_stride + column,
+                                     y_stride, num_out - column);
+                else
+                    tile_of<2, MODE>(rows, x + row * x_stride, x_stride, panel, num_in, y + row * y_stride + column,
+                                     y_stride, num_out - column);
+            }
+        }
+    }
+}
+
+}  // namespace longarc

@@ -1,0 +1,83 @@
+// The lightning indexer's two inner loops: the score of every visible key, and the choice of the best.
+#pragma once
+
+#include "rows.h"
+
+namespace longarc {
+
+// Keys lie in blocks of LANES: block b holds [dim][lane], so that lanes are keys.
+inline void write_blocked(float* blocked, int64_t position, const float* key, int64_t dim) {
+    float* to = blocked + position / LANES * dim * LANES + position % LANES;
+    for (int64_t d = 0; d < dim; d++) to[d * LANES] = key[d];
+}
+
+// scores[s] = sum_j weights[j] * relu(q[j] . key[s]), heads in order. `scores` has room for whole blocks.
+LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, int64_t num_heads, int64_t dim,
+                                          const float* blocked, int64_t num_keys, float* scores) {
+    for (int64_t first = 0; first < num_keys; first += LANES, blocked += dim * LANES) {
+        Vec total{};
+        int64_t head = 0;
+        for (; head + 4 <= num_heads; head += 4) {
+            const float* q0 = q + head * dim;
+            Vec a{}, b{}, c{}, e{};
+            for (int64_t d = 0; d < dim; d++) {
+                const Vec key = load(blocked + d * LANES);
+                a += key * q0[d];
+                b += key * q0[dim + d];
+                c += key * q0[2 * dim + d];
+                e += key * q0[3 * dim + d];
+            }
+            total += max(a, Vec{}) * weights[head];
+            total += max(b, Vec{}) * weights[head + 1];
+            total += max(c, Vec{}) * weights[head + 2];
+            total += max(e, Vec{}) * weights[head + 3];
+        }
+        for (; head < num_heads; head++) {
+            Vec a{};
+            for (int64_t d = 0; d < dim; d++) a += load(blocked + d * LANES) * q[head * dim + d];
+            total += max(a, Vec{}) * weights[head];
+        }
+        store(scores + first, total);
+    }
+}
+
+// Writes the num_chosen best positions in ascending order: score descending, then smaller position.
+// Turns `scores` into integers of the same order. Needs num_chosen <= num_keys.
+LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_t num_chosen, int32_t* chosen) {
+    int32_t* order = reinterpret_cast<int32_t*>(scores);
+    int32_t least = INT32_MAX, most = INT32_MIN;
+    for (int64_t i = 0; i < num_keys; i++) {
+        const float score = scores[i] + 0.0f;  // -0 and 0 tie
+        int32_t bits;
+        std::memcpy(&bits, &score, sizeof bits);
+        bits ^= (bits >> 31) & INT32_MAX;
+        std::memcpy(order + i, &bits, sizeof bits);
+        least = bits < least ? bits : least;
+        most = bits > most ? bits : most;
+    }
+    auto count_from = [&](int64_t bound) {
+        const int32_t at_least = int32_t(bound);
+        int32_t count = 0;
+        for (int64_t i = 0; i < num_keys; i++) count += order[i] >= at_least;
+        return int64_t(count);
+    };
+    // The largest bound that at least num_chosen keys reach; every such bound between two scores is as good.
+    int64_t low = least, high = int64_t(most) + 1, reached = num_keys;
+    while (high - low > 1 && reached != num_chosen) {
+        const int64_t middle = low + (high - low) / 2;
+        const int64_t count = count_from(middle);
+        if (count >= num_chosen)
+            low = middle, reached = count;
+        else
+            high = middle;
+    }
+    int64_t ties = reached == num_chosen ? num_chosen : num_chosen - (low < most ? count_from(low + 1) : 0);
+    for (int64_t i = 0, n = 0; n < num_chosen; i++) {
+        const bool tie = order[i] == low, take = order[i] > low || (tie && ties > 0);
+        ties -= tie;
+        chosen[n] = int32_t(i);
+        n += take;
+    }
+}
+
+}  // namespace longarc

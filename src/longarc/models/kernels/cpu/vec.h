@@ -1,0 +1,104 @@
+// Vectors of floats through the compiler's own vector types: one source for AVX-512, AVX, SSE and NEON.
+//
+// A function here fixes the order of its operations, so that a result depends on the operands only and
+// never on how many rows stand beside them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace longarc {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef float UnalignedVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+
+inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
+inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }
+inline Vec splat(float value) { return value - Vec{}; }
+
+inline Vec load_first(const float* from, int count) {
+    float whole[LANES] = {};
+    std::memcpy(whole, from, sizeof(float) * count);
+    return load(whole);
+}
+
+inline void store_first(float* to, Vec value, int count) {
+    float whole[LANES];
+    store(whole, value);
+    std::memcpy(to, whole, sizeof(float) * count);
+}
+
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+inline float sum_lanes(Vec value) {
+    float lane[LANES];
+    store(lane, value);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    return lane[0];
+}
+
+inline float max_lanes(Vec value) {
+    float lane[LANES];
+    store(lane, value);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+    return lane[0];
+}
+
+// e^x to about one unit in the last place: x = n ln 2 + r, with the polynomial of Cephes (S. Moshier) for e^r.
+inline Vec exp(Vec x) {
+    x = max(min(x, splat(88.0f)), splat(-87.3f));
+    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec n = (x * 1.44269504088896341f + shift) - shift;
+    Vec r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    const IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return p * scale;
+}
+
+inline float exp(float x) {
+    return exp(splat(x))[0];
+}
+
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Calls each(offset, load_count) over a row, whole vectors first; the tail is a zero-padded vector.
+template <class Each>
+inline void over_vectors(int64_t width, Each each) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) each(i, LANES);
+    if (i < width) each(i, int(width - i));
+}
+
+inline Vec load_upto(const float* from, int count) { return count == LANES ? load(from) : load_first(from, count); }
+inline void store_upto(float* to, Vec value, int count) {
+    if (count == LANES)
+        store(to, value);
+    else
+        store_first(to, value, count);
+}
+
+}  // namespace longarc

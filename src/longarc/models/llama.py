@@ -1,0 +1,100 @@
+"""A Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names."""
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from longarc.config.model import LlamaConfig
+from longarc.models.attention import dense_attention
+from longarc.models.decoder_base import (
+    Decoder,
+    DecoderLayer,
+    DecoderStack,
+    LayerOutput,
+    Pass,
+    with_padding,
+)
+from longarc.models.layers import RMSNorm, Rotation, SwiGLU
+
+
+def head_width(config: LlamaConfig) -> int:
+    """Return the width of one attention head."""
+    if config.head_dim is not None:
+        return config.head_dim
+    return config.hidden_size // config.num_attention_heads
+
+
+class GroupedQueryAttention(nn.Module):
+    """Attention in which several query heads share one key and value head."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self._layer, self._width = layer, head_width(config)
+        queries = config.num_attention_heads * self._width
+        keys = config.num_key_value_heads * self._width
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
+        """Attend to everything before each token."""
+        heads = (-1, self._width)
+        query_Tnd = step.rotation.apply(self.q_proj(x).unflatten(1, heads))
+        key_Tgd = step.rotation.apply(self.k_proj(x).unflatten(1, heads))
+        n = step.num_tokens
+        keys = step.table("keys", self._layer, key_Tgd.flatten(1)[:n])
+        values = step.table("values", self._layer, self.v_proj(x)[:n])
+        attended_Nnd = dense_attention(
+            query_Tnd[:n],
+            keys.unflatten(1, heads),
+            values.unflatten(1, heads),
+            step.plan,
+            scale=float(self._width) ** -0.5,
+        )
+        output: Tensor = self.o_proj(with_padding(attended_Nnd, x).flatten(1))
+        return output
+
+
+class LlamaLayer(DecoderLayer):
+    """Pre-norm attention, then pre-norm feed-forward."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = GroupedQueryAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
+        """Apply the layer to all rows."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
+        return LayerOutput(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Llama(Decoder):
+    """Hugging Face ``LlamaForCausalLM``, names included."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config: LlamaConfig = config
+        self.model = DecoderStack(
+            config, [LlamaLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def cache_widths(self) -> dict[str, int]:
+        """Return the widths of key and value rows."""
+        width = self.config.num_key_value_heads * head_width(self.config)
+        return {"keys": width, "values": width}
+
+    def rotation(self, positions: Int[Tensor, " rows"]) -> Rotation:
+        """Return the rotation of pairs (i, i + width/2)."""
+        return Rotation(
+            positions,
+            width=head_width(self.config),
+            base=self.config.rope_theta,
+            interleaved=False,
+            dtype=self.output_weight.dtype,
+        )

@@ -1,0 +1,129 @@
+"""Multi-head latent attention (MLA) with sparse key selection, in absorbed form.
+
+The key-value projection is folded into query and output, so that attention runs on the latent rows
+themselves: one form in training and inference, one key head, and a small cache.
+
+::
+
+    q~[h] = [ q_nope[h] W_k[h] , rope(q_rope[h]) ]      key = [ c , rope(k_rope) ]      value = c
+    out   = concat_h( softmax(scale q~[h] . key) c W_v[h]^T ) W_o^T
+
+Source: DeepSeek-V2, arXiv:2405.04434; GLM-5, arXiv:2602.15763, section 3. Shape letters: T padded
+rows, N tokens, n heads, c latent width, r rotated width, p unrotated width, v value width.
+"""
+
+from itertools import chain
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longarc.config.model import GlmMoeDsaConfig
+from longarc.models.attention import dense_attention, sparse_attention
+from longarc.models.decoder_base import Pass, with_padding
+from longarc.models.indexer import SCORED_FLOATS, Indexer, IndexerRows
+from longarc.models.layers import RMSNorm
+
+
+class SparseLatentAttention(nn.Module):
+    """MLA whose keys the indexer selects."""
+
+    def __init__(self, config: GlmMoeDsaConfig, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+        self._num_heads = config.num_attention_heads
+        self._nope, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self._latent, self._value = config.kv_lora_rank, config.v_head_dim
+        self._scale = float(self._nope + self._rope) ** -0.5
+        latent_eps = (
+            config.rms_norm_eps if config.latent_norm_eps is None else config.latent_norm_eps
+        )
+        hidden, heads = config.hidden_size, self._num_heads
+        self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=latent_eps)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, heads * (self._nope + self._rope), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self._latent + self._rope, bias=False)
+        self.kv_a_layernorm = RMSNorm(self._latent, eps=latent_eps)
+        self.kv_b_proj = nn.Linear(self._latent, heads * (self._nope + self._value), bias=False)
+        self.o_proj = nn.Linear(heads * self._value, hidden, bias=False)
+        self.indexer = Indexer(config)
+
+    def forward(
+        self, x: Float[Tensor, "T hidden"], step: Pass
+    ) -> tuple[Float[Tensor, "T hidden"], Float[Tensor, ""] | None]:
+        """Return the attention output and, where asked for, the indexer's loss summed over tokens."""
+        num_tokens = step.num_tokens
+        w_k_npc, w_v_nvc = self.kv_b_proj.weight.unflatten(0, (self._num_heads, -1)).split(
+            [self._nope, self._value], dim=1
+        )
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        query_Tnd = self._absorbed_query(q_latent, w_k_npc, step)
+        latent = step.table("latent", self._layer, self._latent_rows(x, step)[:num_tokens])
+
+        if step.attention == "dense":
+            attended_Nnc, loss = self._dense(x, q_latent, query_Tnd[:num_tokens], latent, step)
+        else:
+            attended_Nnc, loss = self._sparse(x, q_latent, query_Tnd[:num_tokens], latent, step)
+        attended_nTc = with_padding(attended_Nnc, x).transpose(0, 1)
+        value_Tnv = (attended_nTc @ w_v_nvc.mT).transpose(0, 1)
+        return self.o_proj(value_Tnv.flatten(1)), loss
+
+    def _absorbed_query(self, q_latent: Tensor, w_k_npc: Tensor, step: Pass) -> Tensor:
+        nope_Tnp, rope_Tnr = (
+            self.q_b_proj(q_latent)
+            .unflatten(1, (self._num_heads, -1))
+            .split([self._nope, self._rope], dim=-1)
+        )
+        absorbed_Tnc = (nope_Tnp.transpose(0, 1) @ w_k_npc).transpose(0, 1)
+        return torch.cat([absorbed_Tnc, step.rotation.apply(rope_Tnr)], dim=-1)
+
+    def _latent_rows(self, x: Tensor, step: Pass) -> Tensor:
+        c, k_rope = self.kv_a_proj_with_mqa(x).split([self._latent, self._rope], dim=-1)
+        rotated = step.rotation.apply(k_rope[:, None])[:, 0]
+        return torch.cat([self.kv_a_layernorm(c), rotated], dim=-1)
+
+    def _sparse(
+        self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, table = self._indexer_rows(x, q_latent, step)
+        selected_NS = self.indexer.select(rows, table, step.plan)
+        attended, attention_NS = sparse_attention(
+            query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
+        )
+        if step.indexer_loss == "none":
+            return attended, None
+        return attended, self.indexer.sparse_loss(rows, selected_NS, attention_NS)
+
+    def _dense(
+        self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        # The rotated dimensions ride along as values: the kernel wants keys and values of one width.
+        key_R1d = latent[:, None]
+        attended = dense_attention(query_Nnd, key_R1d, key_R1d, step.plan, scale=self._scale)
+        attended = attended[..., : self._latent]
+        if step.indexer_loss == "none":
+            return attended, None
+        rows, _ = self._indexer_rows(x, q_latent, step)
+        losses = []
+        blocks = chain.from_iterable(
+            run.blocks(max(1, SCORED_FLOATS // (self._num_heads * run.num_keys)))
+            for run in step.plan.runs
+        )
+        for block in blocks:
+            with torch.no_grad():
+                keys_Pd = latent[block.key_rows]
+                score_nQP = query_Nnd[block.queries].transpose(0, 1) @ keys_Pd.mT * self._scale
+                future = torch.ones_like(score_nQP[0], dtype=torch.bool).triu(
+                    block.first_position + 1
+                )
+                attention_QP = score_nQP.masked_fill(future, float("-inf")).softmax(-1).sum(0)
+            losses.append(self.indexer.warmup_loss(rows, block, attention_QP))
+        return attended, torch.stack(losses).sum()
+
+    def _indexer_rows(self, x: Tensor, q_latent: Tensor, step: Pass) -> tuple[IndexerRows, Tensor]:
+        """Compute the indexer's rows and table; with a graph only where its loss is asked for."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and step.indexer_loss != "none"):
+            rows = self.indexer.project(x, q_latent, step.rotation)
+            n = step.num_tokens
+            rows = IndexerRows(rows.query_Tji[:n], rows.key_Ti[:n], rows.weight_Tj[:n])
+        return rows, step.table("index_keys", self._layer, rows.key_Ti)

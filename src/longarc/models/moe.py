@@ -1,0 +1,141 @@
+"""Mixture of experts with a sigmoid router, as in GLM-5: routed experts, a shared one, no auxiliary loss.
+
+Source: GLM-5, arXiv:2602.15763, section 3; balancing: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+Shape letters: T padded rows, k experts per token, E experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longarc.config.model import GlmMoeDsaConfig
+from longarc.models.layers import SwiGLU
+
+MIN_EXPERT_ROWS = 16
+"""Rows given to one expert's product at least; fewer would take a kernel that rounds differently."""
+
+
+class Router(nn.Module):
+    """Chooses experts by sigmoid score plus a bias that only balancing moves."""
+
+    def __init__(self, config: GlmMoeDsaConfig) -> None:
+        super().__init__()
+        self._num_chosen = config.num_experts_per_tok
+        self._normalise, self._scale = config.norm_topk_prob, config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.e_score_correction_bias: Tensor
+        self.register_buffer(
+            "e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=torch.float32)
+        )
+
+    def forward(self, x: Float[Tensor, "T hidden"]) -> tuple[Tensor, Tensor]:
+        """Return chosen experts [T, k], best first and ties to the lower index, and their weights [T, k]."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        score_TE = F.linear(x.to(dtype), self.weight.to(dtype)).sigmoid()
+        preference_TE = score_TE.detach() + self.e_score_correction_bias
+        chosen_Tk = preference_TE.sort(dim=-1, descending=True, stable=True).indices
+        chosen_Tk = chosen_Tk[:, : self._num_chosen]
+        weight_Tk = score_TE.gather(1, chosen_Tk)
+        if self._normalise:
+            weight_Tk = weight_Tk / (weight_Tk.sum(dim=-1, keepdim=True) + 1e-20)
+        return chosen_Tk, (weight_Tk * self._scale).to(x.dtype)
+
+
+class Experts(nn.Module):
+    """All routed experts, stacked."""
+
+    def __init__(self, config: GlmMoeDsaConfig) -> None:
+        super().__init__()
+        experts, width, hidden = (
+            config.n_routed_experts,
+            config.moe_intermediate_size,
+            config.hidden_size,
+        )
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        """Gate rows first, then up rows."""
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(
+        self,
+        x: Float[Tensor, "T hidden"],
+        chosen_Tk: Tensor,
+        weight_Tk: Tensor,
+        counts_E: Tensor,
+    ) -> Float[Tensor, "T hidden"]:
+        """Return for each token the weighted sum of its experts' outputs, in the order of its choice."""
+        num_chosen = chosen_Tk.shape[1]
+        order = chosen_Tk.flatten().argsort(stable=True)
+        sorted_rows = x[order // num_chosen].split(counts_E.tolist())
+        outputs = [
+            _expert(rows, gate_up, down)
+            for rows, gate_up, down in zip(
+                sorted_rows, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
+            )
+        ]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        # Summed slot after slot and not scattered expert after expert, so that the order of addition
+        # does not depend on the other tokens.
+        slots = torch.cat(outputs)[back].unflatten(0, (-1, num_chosen)) * weight_Tk[..., None]
+        first, *others = slots.unbind(1)
+        for other in others:
+            first = first + other
+        return first
+
+
+def _expert(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    num_rows = rows.shape[0]
+    if num_rows == 0:
+        return rows
+    if num_rows < MIN_EXPERT_ROWS:
+        rows = F.pad(rows, (0, 0, 0, MIN_EXPERT_ROWS - num_rows))
+    gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)[:num_rows]
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts plus a shared expert that every token uses, unscaled."""
+
+    def __init__(self, config: GlmMoeDsaConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = (
+            SwiGLU(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
+            if config.n_shared_experts
+            else None
+        )
+
+    def forward(self, x: Float[Tensor, "T hidden"], num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the output of each row, and how many of the first ``num_tokens`` rows went to each expert."""
+        num_experts = len(self.gate.e_score_correction_bias)
+        chosen_Tk, weight_Tk = self.gate(x)
+        counts_E = torch.bincount(chosen_Tk.flatten(), minlength=num_experts)
+        output = self.experts(x, chosen_Tk, weight_Tk, counts_E)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(x)
+        padding_E = torch.bincount(chosen_Tk[num_tokens:].flatten(), minlength=num_experts)
+        return output, counts_E - padding_E
+
+
+@torch.no_grad()
+def update_router_bias(
+    model: nn.Module, expert_counts: Float[Tensor, "moe_layers experts"], rate: float
+) -> None:
+    """Move every router's bias towards balance: ``b += rate (d - mean d)``, ``d = sign(mean load - load)``.
+
+    Called once per optimizer step with the counts of the whole batch. The mean of the move is
+    subtracted, so that biases do not drift together.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (loss-free balancing).
+
+    Args:
+        model: a decoder; its routers are taken in the order of its layers.
+        expert_counts: tokens per layer and expert.
+        rate: step [score units]; 1e-3 in DeepSeek-V3, 0 in GLM-5's RL.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router, load in zip(routers, expert_counts.to(torch.float32), strict=True):
+        move = (load.mean() - load).sign()
+        router.e_score_correction_bias += rate * (move - move.mean())

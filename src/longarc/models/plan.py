@@ -1,0 +1,167 @@
+"""Which queries attend to which keys in one pass: the same few words for training and inference.
+
+In training the keys are the packed tokens themselves, in inference the rows of the cache; both are a
+table of rows, and a sequence is a list of row numbers by position.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longarc.algos.selection import NO_KEY
+from longarc.models.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRun:
+    """Consecutive tokens of one sequence, each seeing its sequence up to itself."""
+
+    first_query: int
+    """Packed index of the first token."""
+    num_queries: int
+    first_position: int
+    """Position of the first token in its sequence."""
+    key_rows: slice | Int[Tensor, " keys"]
+    """Row in the table of every position up to the last token."""
+
+    @property
+    def num_keys(self) -> int:
+        """Positions that the last token sees."""
+        return self.first_position + self.num_queries
+
+    @property
+    def queries(self) -> slice:
+        """The tokens on the packed axis."""
+        return slice(self.first_query, self.first_query + self.num_queries)
+
+    def blocks(self, size: int) -> Iterator["QueryRun"]:
+        """Cut the run into pieces of at most ``size`` queries."""
+        for start in range(0, self.num_queries, size):
+            count = min(size, self.num_queries - start)
+            position = self.first_position + start
+            if isinstance(self.key_rows, slice):
+                first_row = self.key_rows.start
+                rows: slice | Tensor = slice(first_row, first_row + position + count)
+            else:
+                rows = self.key_rows[: position + count]
+            yield QueryRun(self.first_query + start, count, position, rows)
+
+    def rows_at(self, positions: Int[Tensor, "Q S"]) -> Int[Tensor, "Q S"]:
+        """Translate positions in the sequence to rows of the table; NO_KEY stays."""
+        if isinstance(self.key_rows, slice):
+            if self.key_rows.start == 0:
+                return positions
+            return torch.where(positions == NO_KEY, NO_KEY, positions + self.key_rows.start)
+        rows = self.key_rows[positions.clamp_min(0)]
+        return rows.masked_fill_(positions == NO_KEY, NO_KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class SingleQueries:
+    """One new token for each of many cached sequences: the shape of a decode step."""
+
+    queries: slice | Int[Tensor, " batch"]
+    """Packed index of each token."""
+    first_rows: Int[Tensor, " batch"]
+    """Row of position 0 of each sequence."""
+    num_keys: Int[Tensor, " batch"]
+    """Positions that each token sees, itself included."""
+    max_keys: int
+    slots: slice | Int[Tensor, " batch"]
+    """Slots of the cache; a slice where they are consecutive, which saves a copy of their rows."""
+    max_length: int
+
+    def key_window(self, table: Tensor) -> Tensor:
+        """Return the first ``max_keys`` rows of each sequence, [batch, max_keys, width]."""
+        by_slot = table.view(-1, self.max_length, table.shape[-1])[:, : self.max_keys]
+        return by_slot[self.slots]
+
+    def hidden_keys(self) -> Tensor:
+        """Return [batch, max_keys], True where a key lies behind the token's own position."""
+        position = torch.arange(self.max_keys, device=self.num_keys.device)
+        return position >= self.num_keys[:, None]
+
+    def rows_at(self, positions: Int[Tensor, "batch S"]) -> Int[Tensor, "batch S"]:
+        """Translate positions in each sequence to rows of the table; NO_KEY stays."""
+        return torch.where(positions == NO_KEY, NO_KEY, positions + self.first_rows[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """All queries of one pass."""
+
+    runs: tuple[QueryRun, ...]
+    singles: SingleQueries | None = None
+
+    @classmethod
+    def of_layout(cls, layout: Layout, device: torch.device) -> "AttentionPlan":
+        """Plan a pass over packed tokens that attend to one another."""
+        offsets, positions = layout.offsets(), layout.start_positions()
+        runs = []
+        for index, span in enumerate(layout.spans):
+            pieces = [(offsets[a], layout.spans[a].length) for a in layout.ancestors(index)]
+            pieces.append((offsets[index], span.length))
+            runs.append(
+                QueryRun(offsets[index], span.length, positions[index], _key_rows(pieces, device))
+            )
+        return cls(tuple(runs))
+
+    @classmethod
+    def of_slots(
+        cls,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        max_length: int,
+        device: torch.device,
+    ) -> "AttentionPlan":
+        """Plan a pass of new tokens over cached sequences."""
+        runs: list[QueryRun] = []
+        single: list[tuple[int, int, int]] = []
+        first_query = 0
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            if count == 1:
+                single.append((first_query, slot, start + 1))
+            else:
+                row = slot * max_length
+                runs.append(QueryRun(first_query, count, start, slice(row, row + start + count)))
+            first_query += count
+        singles = _singles(single, max_length=max_length, device=device) if single else None
+        return cls(tuple(runs), singles)
+
+
+def _key_rows(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | Tensor:
+    """Return the rows of consecutive (offset, length) pieces, as a slice where they touch."""
+    first = pieces[0][0]
+    expected = first
+    for offset, length in pieces:
+        if offset != expected:
+            return torch.cat([torch.arange(o, o + n, device=device) for o, n in pieces])
+        expected = offset + length
+    return slice(first, expected)
+
+
+def _singles(
+    single: Sequence[tuple[int, int, int]], *, max_length: int, device: torch.device
+) -> SingleQueries:
+    queries, slots, num_keys = (list(column) for column in zip(*single, strict=True))
+    slots_B = torch.tensor(slots, device=device)
+    return SingleQueries(
+        queries=_as_slice(queries) or torch.tensor(queries, device=device),
+        first_rows=slots_B * max_length,
+        num_keys=torch.tensor(num_keys, device=device),
+        max_keys=max(num_keys),
+        slots=_as_slice(slots) or slots_B,
+        max_length=max_length,
+    )
+
+
+def _as_slice(numbers: Sequence[int]) -> slice | None:
+    first = numbers[0]
+    if all(number == first + i for i, number in enumerate(numbers)):
+        return slice(first, first + len(numbers))
+    return None

@@ -1,0 +1,101 @@
+"""From hidden states to log-probabilities, a chunk of tokens at a time: no [tokens, vocab] tensor exists."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longarc.models.layers import pad_rows, padded_rows
+
+
+def project_logits(
+    hidden: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "vocab hidden"]
+) -> Float[Tensor, "tokens vocab"]:
+    """Return logits in fp32 or better; a token's row does not depend on how many rows there are."""
+    logits = pad_rows(hidden, padded_rows(len(hidden))) @ weight.mT
+    return logits[: len(hidden)].to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    targets: Int[Tensor, " tokens"],
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 512,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
+    """Return ``log softmax(hidden weight^T / temperature)`` at the targets.
+
+    Logits are computed chunk by chunk, and again in backward, so memory does not grow with
+    ``tokens * vocab``.
+
+    Args:
+        hidden: final hidden state before each target; carries gradient.
+        weight: output projection; carries gradient.
+        targets: the token whose probability is asked for, per row.
+        temperature: of the distribution; above 0.
+        chunk_tokens: rows whose logits exist at a time.
+        with_entropy: also return the entropy [nats] of each row's distribution.
+
+    Returns:
+        log-probabilities [nats], and entropies without gradient or None.
+    """
+    output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+        hidden, weight, targets, temperature, chunk_tokens, with_entropy
+    )
+    logprobs, entropy = output
+    return logprobs, entropy if with_entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_empty(len(hidden), dtype=dtype)
+        entropy = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=dtype)
+        log_sum = torch.empty_like(logprobs)
+        for start in range(0, len(hidden), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = project_logits(hidden[chunk], weight)
+            if temperature != 1.0:
+                logits = logits / temperature
+            log_sum[chunk] = logits.logsumexp(dim=1)
+            logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - log_sum[chunk]
+            if with_entropy:
+                probability = (logits - log_sum[chunk, None]).exp()
+                # xlogy's cousin: a banned token has p = 0 and logit -inf, and adds nothing.
+                expected = torch.where(probability > 0, probability * logits, 0.0).sum(dim=1)
+                entropy[chunk] = log_sum[chunk] - expected
+        ctx.save_for_backward(hidden, weight, targets, log_sum)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sum = ctx.saved_tensors
+        needs_hidden, needs_weight, *_rest = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        for start in range(0, len(hidden), ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            logits = project_logits(hidden[chunk], weight) / ctx.temperature
+            scale = (grad[chunk] / ctx.temperature)[:, None]
+            grad_logits = (logits - log_sum[chunk, None]).exp_().mul_(-scale)
+            grad_logits.scatter_add_(1, targets[chunk, None], scale)
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.mT, hidden[chunk])
+        return grad_hidden, grad_weight, None, None, None, None
