@@ -1,9 +1,10 @@
 """A small tokenizer and conversations that several test folders use."""
 
+import re
 from functools import cache
 
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
-from longarc.tokens.tokenizer import Tokenizer
+from longarc.tokens.tokenizer import GLM_SPECIAL_TOKENS, Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog; cat data/notes.txt | grep 'code word'\n",
@@ -15,6 +16,29 @@ CORPUS = [
 @cache
 def small_tokenizer() -> Tokenizer:
     return Tokenizer.train(CORPUS, vocab_size=320)
+
+
+_CONTROL = re.compile("(" + "|".join(map(re.escape, GLM_SPECIAL_TOKENS)) + ")")
+
+
+def sampled(text: str) -> list[int]:
+    """Ids of a text in which control tokens are control tokens, spelled as the tokenizer would not.
+
+    Every character stands on its own, so encoding the decoded text again gives other ids.
+    """
+    tokenizer = small_tokenizer()
+    out: list[int] = []
+    for piece in _CONTROL.split(text):
+        if piece in GLM_SPECIAL_TOKENS:
+            out.append(tokenizer.special_id(piece))
+        else:
+            out += [i for char in piece for i in tokenizer.encode(char)]
+    return out
+
+
+def text_of(token_ids: object) -> str:
+    """Text of some ids, control tokens included."""
+    return small_tokenizer().decode(list(token_ids), keep_special=True)
 
 
 BASH = ToolSpec(

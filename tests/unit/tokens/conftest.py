@@ -1,8 +1,8 @@
 import pytest
-from token_samples import small_tokenizer
 
 from longarc.tokens.glm import GlmFormat
 from longarc.tokens.tokenizer import Tokenizer
+from token_samples import small_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,134 @@
+"""The gateway's core: sessions over one engine, behind whatever door a policy is reached through.
+
+In-process environments hold a session and call ``chat``; ``http`` translates a wire format to the same
+call. There is one way from messages to tokens.
+"""
+
+from collections.abc import Iterable
+
+from longarc.errors import ConfigError, ContractError
+from longarc.gateway.session import GatewaySession, SessionClosed, SessionSettings
+from longarc.gateway.turn_log import TurnLog
+from longarc.records.ports import Engine
+from longarc.records.sampling import Sampling
+from longarc.tokens.chat_format import ChatFormat
+
+
+class Gateway:
+    """Opens sessions over one engine and one chat format; satisfies ``SessionFactory``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat_format: ChatFormat,
+        *,
+        min_new_tokens: int = 8,
+        turn_log: TurnLog | None = None,
+    ) -> None:
+        """Bind engine and format.
+
+        Args:
+            engine: who samples.
+            chat_format: how conversations become ids; it brings the tokenizer.
+            min_new_tokens: a turn with room for fewer than this (and than it asked for) raises
+                ``ContextExhausted`` [tokens].
+            turn_log: called with every turn before its answer is returned.
+        """
+        self._engine = engine
+        self._format = chat_format
+        self._min_new_tokens = min_new_tokens
+        self._turn_log = turn_log
+        self._sessions: dict[str, GatewaySession] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind every session."""
+        return self._engine
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """The chat format of every session."""
+        return self._format
+
+    def open(
+        self, session_id: str, *, sampling: Sampling, thinking: bool, max_context_tokens: int
+    ) -> GatewaySession:
+        """Open the session of one rollout.
+
+        Args:
+            session_id: unique among open sessions.
+            sampling: the distribution and the largest budget of a turn.
+            thinking: whether answers begin with reasoning.
+            max_context_tokens: most tokens of prompt and completion together.
+
+        Raises:
+            ContractError: a session of this id is open.
+            ConfigError: the context cannot hold a turn.
+        """
+        if session_id in self._sessions:
+            raise ContractError(
+                f"session {session_id!r} is already open; close it before the rollout starts again"
+            )
+        if max_context_tokens <= self._min_new_tokens:
+            raise ConfigError(
+                f"max_context_tokens={max_context_tokens} leaves no room for a prompt beside an answer "
+                f"of {self._min_new_tokens} tokens"
+            )
+        session = GatewaySession(
+            SessionSettings(
+                session_id=session_id,
+                sampling=sampling,
+                thinking=thinking,
+                max_context_tokens=max_context_tokens,
+                min_new_tokens=self._min_new_tokens,
+            ),
+            engine=self._engine,
+            chat_format=self._format,
+            turn_log=self._turn_log,
+            on_close=self._forget,
+        )
+        self._sessions[session_id] = session
+        return session
+
+    def restore(
+        self,
+        session_id: str,
+        payloads: Iterable[bytes],
+        *,
+        sampling: Sampling,
+        thinking: bool,
+        max_context_tokens: int,
+    ) -> GatewaySession:
+        """Open a session again with the tree that its turn log describes.
+
+        Raises:
+            ContractError: the log is damaged, or the session is open.
+        """
+        session = self.open(
+            session_id, sampling=sampling, thinking=thinking, max_context_tokens=max_context_tokens
+        )
+        try:
+            session.restore(payloads)
+        except ContractError:
+            self._forget(session_id)
+            raise
+        return session
+
+    def session(self, session_id: str) -> GatewaySession:
+        """Return an open session.
+
+        Raises:
+            SessionClosed: none of that id is open.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionClosed(f"session {session_id!r} is closed or was never opened")
+        return session
+
+    @property
+    def num_open_sessions(self) -> int:
+        """Sessions that were opened and not closed."""
+        return len(self._sessions)
+
+    def _forget(self, session_id: str) -> None:
+        self._sessions.pop(session_id, None)

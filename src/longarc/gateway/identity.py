@@ -1,0 +1,58 @@
+"""When two messages are the same message: the canonical identity that conversations are matched by.
+
+Clients send history back in their own spelling: other call ids, reordered JSON keys, 1 for 1.0, content
+as parts. None of that changes what was said, so none of it changes the identity. Text does, to the last
+blank. Reasoning is compared apart (see ``tree``), because most clients of chat completions do not send
+it back; a client that does send it must send what was sampled.
+
+Keys form a chain, key[i] = hash(key[i-1], message[i]), so one key stands for a whole conversation.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from longarc.records.message import Json, Message, ToolCall
+
+_KEY_BYTES = 16
+
+
+def opening_key(format_name: str, opening_ids: Sequence[int]) -> bytes:
+    """Return the key that a chain starts from: the format and the ids before the first message."""
+    return _digest(b"", format_name.encode(), json.dumps(list(opening_ids)).encode())
+
+
+def next_key(previous: bytes, message: Message) -> bytes:
+    """Return the key of a conversation that ends with ``message``."""
+    calls = b""
+    if message.tool_calls:
+        calls = json.dumps([_call(c) for c in message.tool_calls], sort_keys=True).encode()
+    return _digest(
+        previous,
+        message.role.value.encode(),
+        message.content.encode("utf-8", "surrogatepass"),
+        calls,
+    )
+
+
+def _digest(previous: bytes, *parts: bytes) -> bytes:
+    hasher = hashlib.blake2b(previous, digest_size=_KEY_BYTES)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _call(call: ToolCall) -> list[Json]:
+    # The text of a malformed call is not part of the record, so malformed calls of one name are equal.
+    return [call.name, None if call.error else _canonical(call.arguments)]
+
+
+def _canonical(value: Json) -> Json:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _canonical(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_canonical(item) for item in value]
+    return value

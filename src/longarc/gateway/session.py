@@ -1,0 +1,301 @@
+"""A session: one rollout's conversation with the policy, token-in-token-out.
+
+::
+
+    messages --match--> deepest stored turn --its ids--+--> prompt --engine--> completion
+                 \\--rest--> rendered tail ids ---------+                          |
+    answer <--parsed--  turn log <-- new node below the matched turn <------------+
+
+Ids that were sampled are carried, never rendered again. A history that the client changed matches less
+deep and becomes a new branch with its real prompt.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from longarc.errors import ConfigError, ContractError, RolloutError
+from longarc.gateway.completion import Completion, collect
+from longarc.gateway.identity import next_key, opening_key
+from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
+from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
+from longarc.records.message import Message, ToolSpec
+from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
+from longarc.records.sampling import Sampling
+from longarc.records.segment import Segment
+from longarc.tokens.chat_format import ChatFormat
+
+
+class SessionClosed(RolloutError):  # noqa: N818 - a state of the session
+    """The session was closed, or never opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """What a session was opened with."""
+
+    session_id: str
+    sampling: Sampling
+    thinking: bool
+    max_context_tokens: int
+    """Prompt and completion together [tokens]."""
+    min_new_tokens: int
+    """A turn with room for fewer than this ends the rollout [tokens]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One turn as the doors see it: the parsed answer and the tokens behind it."""
+
+    turn: AssistantTurn
+    node: Node
+
+
+class GatewaySession:
+    """One rollout's session; satisfies ``PolicySession``."""
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        *,
+        engine: Engine,
+        chat_format: ChatFormat,
+        turn_log: TurnLog | None,
+        on_close: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._format = chat_format
+        self._turn_log = turn_log
+        self._on_close = on_close
+        self._tree = SessionTree(settings.session_id)
+        self._is_closed = False
+        self._num_asked = 0
+        self._opening: tuple[tuple[ToolSpec, ...], bytes] | None = None
+        self._last: tuple[bytes, list[Message], list[bytes]] = (b"", [], [])
+
+    @property
+    def settings(self) -> SessionSettings:
+        """What the session was opened with."""
+        return self._settings
+
+    @property
+    def num_turns(self) -> int:
+        """Turns answered so far."""
+        return len(self._tree.nodes)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_new_tokens: int | None = None,
+    ) -> AssistantTurn:
+        """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
+        answer = await self.answer(messages, tools=tools, max_new_tokens=max_new_tokens)
+        return answer.turn
+
+    async def answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Answer a conversation.
+
+        Args:
+            messages: the whole conversation.
+            tools: the tools of the prompt.
+            max_new_tokens: lowers the session's budget for this turn.
+            tool_choice: ``none`` keeps the tools in the prompt, so that its ids stay the same, and
+                leaves calls out of the answer.
+            sampling: replaces the session's distribution for this turn.
+
+        Raises:
+            ContextExhausted: there is no room for another turn.
+            SessionClosed: the session was closed, perhaps while the engine was sampling.
+            EngineError: the engine failed; nothing was recorded.
+            ContractError: stored ids are not what the engine saw.
+            ConfigError: there is no message, or the budget is not positive.
+        """
+        self._check_open()
+        if not messages:
+            raise ConfigError("a conversation needs at least one message, got none")
+        keys = self._keys(messages, tools)
+        parent, num_matched = self._tree.match(messages, keys)
+        stored = self._tree.ids(parent)
+        prompt = stored + self._unstored(messages, tools, parent=parent, num_matched=num_matched)
+        completion = await collect(
+            self._engine,
+            tuple(prompt),
+            self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt)),
+            session_id=self._settings.session_id,
+            check=self._check_open,
+        )
+        self._check_open()
+        message = self._message(completion, tools, keeps_calls=tool_choice == "auto")
+        node = Node(
+            index=self.num_turns,
+            parent=None if parent is None else parent.index,
+            key=next_key(keys[-1], message),
+            num_messages=len(messages) + 1,
+            context_ids=prompt[len(stored) :],
+            sampled_ids=completion.sampled_ids,
+            logprobs=completion.logprobs,
+            version_runs=completion.version_runs,
+            finish_reason=completion.finish_reason,
+            message=message,
+            ids_digest=digest_ids(prompt + completion.sampled_ids),
+        )
+        # No await from here on: the index is this turn's, and the turn is durable before it is told.
+        if self._turn_log is not None:
+            self._turn_log(self._settings.session_id, node.index, encode_turn(node))
+        self._tree.add(node)
+        return Answer(turn=_turn(node, num_prompt_tokens=len(prompt)), node=node)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Everything the engine saw and sampled, one segment per branch; also after closing."""
+        return self._tree.segments()
+
+    def payloads(self) -> tuple[bytes, ...]:
+        """The turn log of the session, as it was or would have been written."""
+        return tuple(encode_turn(node) for node in self._tree.nodes)
+
+    def restore(self, payloads: Iterable[bytes]) -> None:
+        """Rebuild the tree of a session that has answered nothing yet from its turn log.
+
+        Raises:
+            ContractError: a payload is damaged, missing or out of order.
+        """
+        if self._tree.nodes:
+            raise ContractError(
+                f"session {self._settings.session_id} already has {self.num_turns} turns; restore a "
+                f"session right after opening it"
+            )
+        for payload in payloads:
+            node = decode_turn(payload)
+            self._tree.add(node)
+            self._tree.ids(node)
+        self._num_asked = self.num_turns
+
+    async def close(self) -> None:
+        """Revoke the session; running and later calls raise ``SessionClosed``. Closing twice is allowed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close(self._settings.session_id)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosed(
+                f"session {self._settings.session_id} is closed; its rollout is over, so this call "
+                f"came too late"
+            )
+
+    def _keys(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[bytes]:
+        """Return the identity of each prefix; what equals the last request is not hashed again."""
+        opening = self._opening_key(tuple(tools))
+        last_opening, last_messages, last_keys = self._last
+        keys: list[bytes] = []
+        if opening == last_opening:
+            for message, known, key in zip(messages, last_messages, last_keys, strict=False):
+                if message is not known and message != known:
+                    break
+                keys.append(key)
+        for message in messages[len(keys) :]:
+            keys.append(next_key(keys[-1] if keys else opening, message))
+        self._last = (opening, list(messages), keys)
+        return keys
+
+    def _opening_key(self, tools: tuple[ToolSpec, ...]) -> bytes:
+        if self._opening is None or self._opening[0] != tools:
+            ids = self._format.render(
+                (), tools, thinking=self._settings.thinking, add_generation_prompt=False
+            ).token_ids
+            self._opening = (tools, opening_key(self._format.name, ids))
+        return self._opening[1]
+
+    def _unstored(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        parent: Node | None,
+        num_matched: int,
+    ) -> "array[int]":
+        """Render what the matched turn's ids do not hold yet, up to the opening of the next answer."""
+        thinking = self._settings.thinking
+        if parent is None:
+            chat = self._format.render(
+                messages, tools, thinking=thinking, clear_thinking=False, add_generation_prompt=True
+            )
+            return id_array(chat.token_ids)
+        last_id = parent.sampled_ids[-1]
+        tail = self._format.render_tail(
+            messages[num_matched:],
+            previous_stop_id=last_id if last_id in self._format.stop_ids else None,
+            thinking=thinking,
+        )
+        return id_array(tail)
+
+    def _turn_sampling(
+        self, sampling: Sampling | None, max_new_tokens: int | None, *, num_prompt_tokens: int
+    ) -> Sampling:
+        """Return this turn's distribution and budget: what was asked for, as far as the context goes."""
+        sampling = sampling or self._settings.sampling
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, or None")
+        wanted = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+        room = self._settings.max_context_tokens - num_prompt_tokens
+        least = min(wanted, self._settings.min_new_tokens)
+        if room < least:
+            raise ContextExhausted(
+                f"session {self._settings.session_id}: the prompt has {num_prompt_tokens} of "
+                f"{self._settings.max_context_tokens} tokens, which leaves {room} for the answer; a "
+                f"turn needs at least {least}"
+            )
+        seed = sampling.seed
+        if seed is not None:
+            seed = _turn_seed(seed, self._num_asked)
+        self._num_asked += 1
+        return replace(
+            sampling,
+            max_new_tokens=min(wanted, room),
+            stop_ids=tuple(dict.fromkeys((*self._format.stop_ids, *sampling.stop_ids))),
+            seed=seed,
+        )
+
+    def _message(
+        self, completion: Completion, tools: Sequence[ToolSpec], *, keeps_calls: bool
+    ) -> Message:
+        session = hashlib.blake2b(self._settings.session_id.encode(), digest_size=6).hexdigest()
+        message = self._format.parse(
+            completion.sampled_ids,
+            tools,
+            thinking=self._settings.thinking,
+            call_id_prefix=f"call_{session}_{self.num_turns}",
+        ).message
+        return message if keeps_calls else replace(message, tool_calls=())
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    """Return a seed of its own for each turn, or every turn of a session would repeat the same luck."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()) >> 1
+
+
+def _turn(node: Node, *, num_prompt_tokens: int) -> AssistantTurn:
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+    if node.finish_reason == "length":
+        finish_reason = "length"
+    elif node.message.tool_calls:
+        finish_reason = "tool_calls"
+    return AssistantTurn(
+        message=node.message,
+        finish_reason=finish_reason,
+        num_prompt_tokens=num_prompt_tokens,
+        num_sampled_tokens=len(node.sampled_ids),
+    )

@@ -1,0 +1,88 @@
+"""The turn log: one payload per turn, from which a session's tree is rebuilt byte for byte.
+
+A payload is UTF-8 JSON with the fields of ``tree.Node``: arrays as lists, digests in hexadecimal,
+log-probabilities in the shortest form that reads back as the same double, the answer as an object of
+``content``, ``reasoning`` and ``tool_calls`` (lists of id, name, arguments as JSON text, error), and
+``format``, which is 1. It is written before the answer is returned, so whatever a client saw is in the log.
+"""
+
+import json
+from array import array
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import orjson
+
+from longarc.errors import ContractError, boundary
+from longarc.gateway.tree import Node, id_array
+from longarc.records.message import Message, Role, ToolCall
+
+TurnLog: TypeAlias = Callable[[str, int, bytes], None]
+"""Called with session id, turn index and payload; returns when the payload is durable."""
+
+_FORMAT: Final = 1
+
+
+def encode_turn(node: Node) -> bytes:
+    """Return the payload of a turn."""
+    message = node.message
+    head: dict[str, Any] = {
+        "format": _FORMAT,
+        "index": node.index,
+        "parent": node.parent,
+        "key": node.key.hex(),
+        "num_messages": node.num_messages,
+        "context_ids": node.context_ids.tolist(),
+        "sampled_ids": node.sampled_ids.tolist(),
+        "logprobs": node.logprobs.tolist(),
+        "version_runs": node.version_runs,
+        "finish_reason": node.finish_reason,
+        "ids_digest": node.ids_digest.hex(),
+        "message": {
+            "content": message.content,
+            "reasoning": message.reasoning,
+            # As text: arguments may hold integers of any size, which this encoder refuses.
+            "tool_calls": [
+                [call.id, call.name, json.dumps(call.arguments), call.error]
+                for call in message.tool_calls
+            ],
+        },
+    }
+    return orjson.dumps(head)
+
+
+def decode_turn(payload: bytes) -> Node:
+    """Return the turn of a payload.
+
+    Raises:
+        ContractError: it is damaged or was written by another version.
+    """
+    with boundary(ContractError, "a turn-log payload is damaged"):
+        data = orjson.loads(payload)
+        if data["format"] != _FORMAT:
+            raise ContractError(
+                f"a turn-log payload has format {data['format']!r}, this version reads {_FORMAT}: "
+                f"resume with the version that wrote it"
+            )
+        message = data["message"]
+        return Node(
+            index=data["index"],
+            parent=data["parent"],
+            key=bytes.fromhex(data["key"]),
+            num_messages=data["num_messages"],
+            context_ids=id_array(data["context_ids"]),
+            sampled_ids=id_array(data["sampled_ids"]),
+            logprobs=array("d", data["logprobs"]),
+            version_runs=tuple((version, length) for version, length in data["version_runs"]),
+            finish_reason=data["finish_reason"],
+            ids_digest=bytes.fromhex(data["ids_digest"]),
+            message=Message(
+                role=Role.ASSISTANT,
+                content=message["content"],
+                reasoning=message["reasoning"],
+                tool_calls=tuple(
+                    ToolCall(id=call_id, name=name, arguments=json.loads(arguments), error=error)
+                    for call_id, name, arguments, error in message["tool_calls"]
+                ),
+            ),
+        )
