@@ -1,0 +1,1 @@
+"""Data: from corpora and experts to training documents and conversations."""

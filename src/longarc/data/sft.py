@@ -1,0 +1,83 @@
+"""Demonstrations of several experts, mixed, as training documents.
+
+The order depends on the seed and the position alone: a resume at a cursor goes on exactly, and no
+expert keeps a state.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol, runtime_checkable
+
+from longarc.data.documents import Document
+from longarc.errors import ConfigError
+from longarc.records.conversation import Conversation
+from longarc.tokens.chat_format import ChatFormat
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """Something that can show how its tasks are done."""
+
+    def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
+        """Return demonstration number ``index`` >= 0, always the same; training problems only.
+
+        Args:
+            index: position in an endless sequence.
+            error_frac: share of demonstrations that hold a mistake and its correction, for experts
+                that can make mistakes.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShare:
+    """An expert and its part of the mixture."""
+
+    expert: Expert
+    share_frac: float = 1.0
+    """Relative; shares are normalised."""
+
+
+def conversations(
+    experts: Mapping[str, ExpertShare], *, cursor: int, error_frac: float, seed: int = 0
+) -> Iterator[Conversation]:
+    """Yield the mixture from position ``cursor`` on; never ends.
+
+    Raises:
+        ConfigError: there is no expert, or a share is not positive.
+    """
+    if not experts:
+        raise ConfigError("there is no expert to imitate; name at least one task family")
+    names = sorted(experts)
+    shares = [experts[name].share_frac for name in names]
+    if min(shares) <= 0:
+        raise ConfigError(f"shares {dict(zip(names, shares, strict=True))} must be positive")
+    for index in count(cursor):
+        rng = random.Random(f"conversations/{seed}/{index}")
+        name = rng.choices(names, weights=shares)[0]
+        yield experts[name].expert.demonstration(index, error_frac=error_frac)
+
+
+def conversation_document(
+    conversation: Conversation, chat_format: ChatFormat, *, max_tokens: int
+) -> Document:
+    """Render a conversation: the assistant's tokens are trained on, but for its untrained messages.
+
+    Raises:
+        ConfigError: it is longer than ``max_tokens``; cutting it would teach half an answer.
+    """
+    rendered = chat_format.render(
+        conversation.messages,
+        conversation.tools,
+        thinking=conversation.thinking,
+        add_generation_prompt=False,
+        untrained=conversation.untrained,
+    )
+    if len(rendered.token_ids) > max_tokens:
+        raise ConfigError(
+            f"a demonstration of {conversation.family!r} has {len(rendered.token_ids)} tokens, the stage "
+            f"allows {max_tokens}; make the family's demonstrations easier or raise the context"
+        )
+    return Document(token_ids=rendered.token_ids, train_mask=rendered.train_mask)

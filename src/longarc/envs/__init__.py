@@ -1,0 +1,1 @@
+"""Environments: the worlds that tasks happen in, the agent loop, the graders and the sandboxes."""

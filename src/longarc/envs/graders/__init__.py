@@ -1,0 +1,1 @@
+"""Graders and the parts they are made of."""

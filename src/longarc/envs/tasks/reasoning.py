@@ -1,0 +1,246 @@
+"""``reasoning``: families of ``reasoning-gym``, thinking before the answer.
+
+Questions, answers and scores are reasoning-gym's own. Two things are added. Long instructions about
+the form of the answer are cut from the question, because a miniature pays for every token of them and
+learns the form from demonstrations; ``_SHORTENED`` lists every cut. And answers that reasoning-gym
+would take although they are wrong are refused before it sees them; ``_is_honest`` lists the cases.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from pydantic import Field
+
+from longarc.envs.graders.answers import final_answer
+from longarc.envs.single_turn import SingleTurn
+from longarc.envs.tasks.settings import FamilySettings, settings_from
+from longarc.envs.tasks.splits import draw_in_split, task_indices
+from longarc.envs.tasks.worked import WORKED, Entry
+from longarc.errors import ConfigError, boundary
+from longarc.records.conversation import Conversation
+from longarc.records.message import Message, Role
+from longarc.records.ports import Env, SandboxBackend
+from longarc.records.task import Task
+from longarc.records.trajectory import EpisodeResult, Reward
+
+_TASK_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "chain_sum": {"min_terms": 3, "max_terms": 5, "min_digits": 1, "max_digits": 1},
+    "number_sorting": {
+        "min_numbers": 4,
+        "max_numbers": 5,
+        "max_decimals": 0,
+        "min_value": 10,
+        "max_value": 99,
+    },
+    "number_filtering": {
+        "min_numbers": 4,
+        "max_numbers": 6,
+        "max_decimals": 0,
+        "min_value": 10,
+        "max_value": 99,
+    },
+    "word_sequence_reversal": {"min_words": 4, "max_words": 6},
+    "spell_backward": {"min_word_len": 4, "max_word_len": 7},
+}
+_EXPERT_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 4},
+    "number_sorting": {"min_numbers": 3, "max_numbers": 4},
+    "number_filtering": {"min_numbers": 3, "max_numbers": 5},
+    "word_sequence_reversal": {"min_words": 3, "max_words": 5},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
+}
+_SHORTENED: Final[Mapping[str, tuple[str, str]]] = {
+    # what is looked for (regular expression), what stands in its place
+    "number_sorting": (
+        r"(?s)\nPlease follow the instruction below:.*",
+        "\nAnswer like ['1.0', '2.0'].",
+    ),
+    "number_filtering": (r"\nReturn the new list in the same format\.", ""),
+    "word_sequence_reversal": (r"(?s)^.*(?=Reverse this list of words)", ""),
+    "spell_backward": (r" \(example: sun -> nus\)", ""),
+}
+_INDEX_BITS: Final = 48
+
+
+def _default_families() -> dict[str, dict[str, Any]]:
+    names = ("chain_sum", "number_sorting", "number_filtering", "word_sequence_reversal")
+    return {name: {} for name in names}
+
+
+class ReasoningSettings(FamilySettings):
+    """Which families there are and how hard they are."""
+
+    families: dict[str, dict[str, Any]] = Field(
+        default_factory=_default_families,
+        min_length=1,
+    )
+    """Families by reasoning-gym's name, all equally often; the values go over the family's settings here."""
+    expert_families: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of the demonstrations, over those of the tasks; easier ones leave RL something to gain."""
+    is_partial: bool = False
+    """Whether a reward between 0 and 1 that reasoning-gym gives counts as it is, or as 0."""
+
+
+class Dataset(Protocol):
+    """What is used of a reasoning-gym dataset."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Make entry number ``index``."""
+        ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """Score an answer from 0 to 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One entry and how to make it again."""
+
+    dataset: str
+    index: int
+    question: str
+    entry: Entry
+
+
+class Reasoning:
+    """The task family; its keywords are the fields of ``ReasoningSettings``."""
+
+    name = "reasoning"
+    thinking = True
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings_from(ReasoningSettings, settings, family=self.name)
+        tasks, expert = self.settings.families, self.settings.expert_families
+        unknown = sorted({*tasks, *expert} - set(WORKED))
+        if unknown:
+            raise ConfigError(
+                f"task family 'reasoning': {unknown} have no expert; choose from {sorted(WORKED)}"
+            )
+        stray = sorted(set(expert) - set(tasks))
+        if stray:
+            raise ConfigError(f"expert_families {stray} are not among families {sorted(tasks)}")
+        self._datasets: Mapping[str, Dataset] = {
+            name: _dataset(name, {**_TASK_SETTINGS[name], **own}) for name, own in tasks.items()
+        }
+        self._expert_datasets: Mapping[str, Dataset] = {
+            name: _dataset(
+                name,
+                {**_TASK_SETTINGS[name], **own, **_EXPERT_SETTINGS[name], **expert.get(name, {})},
+            )
+            for name, own in tasks.items()
+        }
+
+    def tasks(self, split: str, *, cursor: int) -> Iterator[Task]:
+        """Yield tasks from ``cursor`` on, the families in turn; ``train`` never ends."""
+        for index in task_indices(
+            split, cursor=cursor, num_test_tasks=self.settings.num_test_tasks
+        ):
+            problem = self._problem(self._datasets, split, index, purpose="task")
+            yield Task(
+                id=f"{self.name}/{split}/{index}",
+                family=self.name,
+                split=split,
+                messages=(Message(role=Role.USER, content=problem.question),),
+                difficulty=_size(problem),
+                data={
+                    "dataset": problem.dataset,
+                    "index": problem.index,
+                    "answer": problem.entry["answer"],
+                },
+            )
+
+    def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
+        """Make the environment of one rollout: one question, one answer."""
+        return SingleTurn(task)
+
+    async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
+        """Score the visible answer with reasoning-gym; thinking is not looked at."""
+        data = task.data or {}
+        dataset = self._datasets[str(data["dataset"])]
+        index = data["index"]
+        assert isinstance(index, int)
+        entry = dataset[index]
+        answer = final_answer(episode)
+        score = 0.0
+        if answer is not None and _is_honest(str(data["dataset"]), answer, entry):
+            score = float(dataset.score_answer(answer, entry))
+        is_right = score >= 1.0
+        return Reward(
+            value=score if self.settings.is_partial else float(is_right),
+            parts={"success": float(is_right), "score": score},
+        )
+
+    def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
+        """Return the expert's conversation number ``index``; one turn has no room for a correction."""
+        problem = self._problem(self._expert_datasets, "train", index, purpose="expert")
+        return Conversation(
+            messages=(
+                Message(role=Role.USER, content=problem.question),
+                Message(
+                    role=Role.ASSISTANT,
+                    reasoning=WORKED[problem.dataset](problem.entry),
+                    content=problem.entry["answer"],
+                ),
+            ),
+            thinking=self.thinking,
+            family=self.name,
+            difficulty=_size(problem),
+        )
+
+    def _problem(
+        self, datasets: Mapping[str, Dataset], split: str, index: int, *, purpose: str
+    ) -> Problem:
+        names = sorted(datasets)
+        name = names[index % len(names)]
+        return draw_in_split(
+            lambda rng: _made(name, datasets[name], rng.getrandbits(_INDEX_BITS)),
+            lambda problem: problem.question,
+            split=split,
+            key=f"{self.name}/{self.settings.seed}/{purpose}/{index}",
+        )
+
+
+def _dataset(name: str, settings: Mapping[str, Any]) -> Dataset:
+    with boundary(ConfigError, f"reasoning-gym family {name!r} with {dict(settings)}"):
+        # here and not at the top: the import takes more than a second and needs the extra "train"
+        import reasoning_gym
+
+        dataset: Dataset = reasoning_gym.create_dataset(
+            name, seed=0, size=1 << _INDEX_BITS, **settings
+        )
+        return dataset
+
+
+def _made(name: str, dataset: Dataset, index: int) -> Problem:
+    entry = dataset[index]
+    pattern, replacement = _SHORTENED.get(name, ("", ""))
+    question = re.sub(pattern, replacement, entry["question"]) if pattern else entry["question"]
+    return Problem(name, index, question.strip(), entry)
+
+
+def _size(problem: Problem) -> float:
+    """Difficulty: how many things the question holds (terms, numbers, words, letters)."""
+    metadata = problem.entry["metadata"]
+    for key in ("num_terms", "num_words", "numbers", "word_len"):
+        if key in metadata:
+            return float(metadata[key])
+    return 0.0
+
+
+def _is_honest(name: str, answer: str, entry: Entry) -> bool:
+    """Refuse what reasoning-gym's scores let through.
+
+    number_sorting compares with a tolerance of 1 and takes NaN for any number, so the answer must hold
+    exactly the numbers of the question.
+    """
+    if name != "number_sorting":
+        return True
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", answer)
+    is_list = (
+        re.fullmatch(r"\[(?:['\"]?-?\d+(?:\.\d+)?['\"]?(?:, ?|(?=\])))*\]", answer) is not None
+    )
+    given = sorted(float(number) for number in entry["metadata"]["original_numbers"])
+    return is_list and sorted(float(number) for number in numbers) == given

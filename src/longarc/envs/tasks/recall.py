@@ -1,0 +1,170 @@
+"""``recall``: one line among thousands of tokens, so that choosing what to attend to matters.
+
+::
+
+    user:       name of the host is not in use\\nkovami=7193\\n... 2,048 to 3,900 tokens ...
+                Repeat the line of this key:\\nkovami
+    assistant:  kovami=7193
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import Field
+
+from longarc.envs.graders.answers import final_answer, is_labelled, success
+from longarc.envs.single_turn import SingleTurn
+from longarc.envs.tasks.settings import FamilySettings, Frac, Range, settings_from
+from longarc.envs.tasks.splits import draw_in_split, rng_of, task_indices
+from longarc.records.conversation import Conversation
+from longarc.records.message import Message, Role
+from longarc.records.ports import Env, SandboxBackend
+from longarc.records.task import Task
+from longarc.records.trajectory import EpisodeResult, Reward
+
+_NOUNS: Final = (
+    *("name", "list", "file", "key", "data", "type", "code", "line"),
+    *("path", "text", "node", "item", "link", "page", "host", "port"),
+)
+_VERBS: Final = ("reads", "writes", "holds", "opens", "returns", "follows", "needs", "keeps")
+_ENDS: Final = (
+    "at once",
+    "in order",
+    "by default",
+    "on error",
+    "if needed",
+    "as before",
+    "in full",
+)
+
+
+class RecallSettings(FamilySettings):
+    """How long the haystack is and what it is made of."""
+
+    task_tokens: Range = (2048, 3900)
+    """Length of a task's haystack [tokens]; question, answer and chat format need about 60 more."""
+    expert_tokens: Range = (512, 2048)
+    """Length of a demonstration's haystack [tokens]."""
+    pair_frac: Frac = Field(0.25, gt=0)
+    """Share of lines that are key=value; the others are text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack:
+    """A text that holds ``key=value`` lines, and the one that is asked for."""
+
+    text: str
+    key: str
+    value: str
+    num_tokens: int
+
+
+class Recall:
+    """The task family; its keywords are ``count_tokens`` and the fields of ``RecallSettings``."""
+
+    name = "recall"
+    thinking = False
+
+    def __init__(
+        self, *, count_tokens: Callable[[str], int] | None = None, **settings: Any
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            count_tokens: length of a text under the model's tokenizer [tokens]; None estimates it, and
+                then a haystack may be some per cent longer or shorter than the settings say. Tasks
+                depend on it: the same function gives the same tasks.
+            settings: fields of ``RecallSettings``.
+        """
+        self.settings = settings_from(RecallSettings, settings, family=self.name)
+        self._count_tokens = count_tokens or estimated_tokens
+
+    def tasks(self, split: str, *, cursor: int) -> Iterator[Task]:
+        """Yield tasks from ``cursor`` on; ``train`` never ends."""
+        for index in task_indices(
+            split, cursor=cursor, num_test_tasks=self.settings.num_test_tasks
+        ):
+            haystack = self._haystack(split, index, self.settings.task_tokens, "task")
+            yield Task(
+                id=f"{self.name}/{split}/{index}",
+                family=self.name,
+                split=split,
+                messages=(_question(haystack),),
+                difficulty=float(haystack.num_tokens),
+                data={"key": haystack.key, "value": haystack.value},
+            )
+
+    def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
+        """Make the environment of one rollout: one question, one answer."""
+        return SingleTurn(task)
+
+    async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
+        """1 where the answer is the value, alone or as ``key=value``, else 0."""
+        data = task.data or {}
+        answer = final_answer(episode)
+        return success(is_labelled(answer, label=str(data["key"]), value=str(data["value"])))
+
+    def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
+        """Return the expert's conversation number ``index``; one turn has no room for a correction."""
+        haystack = self._haystack("train", index, self.settings.expert_tokens, "expert")
+        answer = Message(role=Role.ASSISTANT, content=f"{haystack.key}={haystack.value}")
+        return Conversation(
+            messages=(_question(haystack), answer),
+            thinking=self.thinking,
+            family=self.name,
+            difficulty=float(haystack.num_tokens),
+        )
+
+    def _haystack(self, split: str, index: int, bounds: tuple[int, int], purpose: str) -> Haystack:
+        """Draw the needle, which decides the split, then the hay around it."""
+        key = f"{self.name}/{self.settings.seed}/{purpose}/{index}"
+        needle = draw_in_split(_pair, lambda pair: f"{pair[0]}={pair[1]}", split=split, key=key)
+        return self._buried(needle, rng_of(key, split, "hay"), bounds)
+
+    def _buried(
+        self, needle: tuple[str, str], rng: random.Random, bounds: tuple[int, int]
+    ) -> Haystack:
+        wanted = rng.randint(*bounds)
+        line = f"{needle[0]}={needle[1]}"
+        lines, num_tokens = [], self._count_tokens(line + "\n")
+        while True:
+            other = (
+                _other_pair(rng, needle[0])
+                if rng.random() < self.settings.pair_frac
+                else _text(rng)
+            )
+            length = self._count_tokens(other + "\n")
+            if num_tokens + length > wanted:
+                break
+            lines.append(other)
+            num_tokens += length
+        lines.insert(rng.randint(0, len(lines)), line)
+        return Haystack("\n".join(lines), needle[0], needle[1], num_tokens)
+
+
+def estimated_tokens(text: str) -> int:
+    """Tokens of ``text`` under a byte-level BPE of about 2,000 entries that splits digits singly."""
+    runs = re.findall(r"[A-Za-z]+|\d|\s+|[^A-Za-z\d\s]", text)
+    return sum(-(-len(run) // 4) if run.isalpha() else 1 for run in runs)
+
+
+def _question(haystack: Haystack) -> Message:
+    text = f"{haystack.text}\nRepeat the line of this key:\n{haystack.key}"
+    return Message(role=Role.USER, content=text)
+
+
+def _pair(rng: random.Random) -> tuple[str, str]:
+    word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+    return word, str(rng.randint(1000, 9999))
+
+
+def _other_pair(rng: random.Random, taken: str) -> str:
+    key, value = _pair(rng)
+    return f"{key}={value}" if key != taken else _text(rng)
+
+
+def _text(rng: random.Random) -> str:
+    return f"the {rng.choice(_NOUNS)} {rng.choice(_VERBS)} the {rng.choice(_NOUNS)} {rng.choice(_ENDS)}"
