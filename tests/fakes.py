@@ -1,9 +1,15 @@
 """Fakes that several test folders share. They satisfy ports; they patch nothing."""
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from longarc.errors import EngineError
+from longarc.errors import EngineError, LongArcError
+from longarc.records.message import Message, ToolSpec
+from longarc.records.ports import AssistantTurn, ContextExhausted, ExecResult, SandboxSpec
 from longarc.records.sampling import (
     EngineHealth,
     FinishReason,
@@ -89,4 +95,113 @@ class FakeEngine:
             num_sampled_tokens=0,
             num_prompt_tokens=sum(len(r.prompt_ids) for r in self.requests),
             num_cached_tokens=0,
+        )
+
+
+@dataclass
+class FakeSandbox:
+    """A directory of the host in place of a box: the commands are real, the isolation is not there."""
+
+    directory: Path
+    fails_with: LongArcError | None = None
+    """Raised by every exec."""
+    reports_failure: bool = False
+    """Every exec says that the box itself crashed."""
+    is_closed: bool = False
+
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 10.0
+    ) -> ExecResult:
+        if self.fails_with is not None:
+            raise self.fails_with
+        if self.reports_failure:
+            return ExecResult(rc=None, stdout=b"", stderr=b"gone", failure="env_crashed")
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            cwd=self.directory,
+            env={"PATH": os.environ["PATH"], "LC_ALL": "C"},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                out, err = await process.communicate(stdin)
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = await process.communicate()
+            return ExecResult(rc=None, stdout=out, stderr=err, timed_out=True)
+        return ExecResult(rc=process.returncode, stdout=out, stderr=err)
+
+    async def write(self, path: str, data: bytes) -> None:
+        target = self.directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+    async def read(self, path: str) -> bytes:
+        return (self.directory / path).read_bytes()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeSandboxes:
+    """Makes FakeSandboxes below ``directory``, all with the same faults."""
+
+    directory: Path
+    create_error: LongArcError | None = None
+    exec_error: LongArcError | None = None
+    reports_failure: bool = False
+    made: list[FakeSandbox] = field(default_factory=list)
+
+    async def create(self, spec: SandboxSpec) -> FakeSandbox:
+        if self.create_error is not None:
+            raise self.create_error
+        place = self.directory / f"box{len(self.made)}"
+        place.mkdir()
+        sandbox = FakeSandbox(place, self.exec_error, self.reports_failure)
+        for path, data in spec.files.items():
+            await sandbox.write(path, data)
+        self.made.append(sandbox)
+        return sandbox
+
+    async def close(self) -> None:
+        for sandbox in self.made:
+            await sandbox.close()
+
+
+@dataclass
+class ScriptedPolicy:
+    """A policy that says what it was told to: messages, or turns where the ending matters.
+
+    After the last scripted message the context is exhausted.
+    """
+
+    script: Iterable[Message | AssistantTurn]
+    seen: list[tuple[Message, ...]] = field(default_factory=list)
+    """The conversation at each request."""
+
+    def __post_init__(self) -> None:
+        self._rest = iter(self.script)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_new_tokens: int | None = None,
+    ) -> AssistantTurn:
+        self.seen.append(tuple(messages))
+        said = next(self._rest, None)
+        if said is None:
+            raise ContextExhausted
+        if isinstance(said, AssistantTurn):
+            return said
+        return AssistantTurn(
+            message=said,
+            finish_reason="tool_calls" if said.tool_calls else "stop",
+            num_prompt_tokens=0,
+            num_sampled_tokens=0,
         )
