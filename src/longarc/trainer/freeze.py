@@ -1,0 +1,16 @@
+"""Which parameters a stage trains."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+
+def is_indexer(name: str) -> bool:
+    """Say whether a parameter belongs to a lightning indexer."""
+    return "indexer" in name.split(".")
+
+
+def train_only(model: nn.Module, is_trained: Callable[[str], bool]) -> None:
+    """Set every parameter's ``requires_grad`` by its name."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name))

@@ -1,0 +1,218 @@
+"""Training on given tokens: pre-training, mid-training, DSA conversion and fine-tuning."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from longarc.config.training import OptimizerConfig
+from longarc.errors import ContractError
+from longarc.models.decoder_base import Decoder, ForwardOutput
+from longarc.models.moe import update_router_bias
+from longarc.models.projection import token_logprobs
+from longarc.records.batch import StepReport
+from longarc.records.metric import Metric
+from longarc.trainer.checkpoint import load_training_state, save_training_state
+from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.optim import MuonAdamW
+from longarc.trainer.packing import Document, MicroBatch, pack_documents
+from longarc.trainer.update import (
+    clip_gradients,
+    divide_gradients,
+    learning_rate,
+    weights_sha256,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedSettings:
+    """How a supervised stage trains."""
+
+    optimizer: OptimizerConfig
+    num_steps: int
+    """Length of the stage, for the schedule [optimizer steps]."""
+    micro_batch_tokens: int
+    """Tokens in one forward and backward [tokens]; memory, not results."""
+    mode: Literal["lm", "indexer_warmup"] = "lm"
+    """lm trains the next token; indexer_warmup trains only the indexer, towards dense attention."""
+    attention: Literal["dense", "sparse"] = "dense"
+    """Which keys are attended to; the indexer warm-up is always dense."""
+    indexer_loss_coeff: float = 1.0
+    """Factor on the indexer's KL under sparse attention; 0 freezes the indexer."""
+    router_bias_rate: float = 1e-3
+    """Step of the loss-free expert balancing; 0 turns it off."""
+
+
+class SupervisedTrainer:
+    """Takes documents, one optimizer step at a time."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        settings: SupervisedSettings,
+        *,
+        policy_version: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Take over ``model``: its ``requires_grad`` flags are set by the mode.
+
+        Args:
+            model: is trained in place.
+            settings: see the fields.
+            policy_version: optimizer steps that are already in the weights.
+            clock: monotonic [seconds]; only measures throughput.
+        """
+        self.model = model
+        self.step_index = 0
+        """Optimizer steps taken in this stage."""
+        self.policy_version = policy_version
+        self._settings = settings
+        self._clock = clock
+        is_warmup = settings.mode == "indexer_warmup"
+        is_sparse = settings.attention == "sparse"
+        self._trains_indexer = is_warmup or (is_sparse and settings.indexer_loss_coeff > 0)
+        train_only(
+            model,
+            lambda name: self._trains_indexer if is_indexer(name) else not is_warmup,
+        )
+        self._optimizer = MuonAdamW(model, model.config, settings.optimizer)
+        named = list(model.named_parameters())
+        self._indexer_parameters = [p for n, p in named if is_indexer(n) and p.requires_grad]
+        self._base_parameters = [p for n, p in named if not is_indexer(n) and p.requires_grad]
+
+    def step(self, documents: Sequence[Document]) -> StepReport:
+        """Take one optimizer step on ``documents``.
+
+        Raises:
+            ContractError: nothing in the documents is trained, or loss or gradient is not finite;
+                the weights are then unchanged.
+            ConfigError: a document is longer than ``micro_batch_tokens``.
+        """
+        started_s = self._clock()
+        settings = self._settings
+        micro_batches = pack_documents(documents, micro_batch_tokens=settings.micro_batch_tokens)
+        if not micro_batches:
+            raise ContractError(
+                f"none of the {len(documents)} documents of step {self.step_index} has a trained token"
+            )
+        self._optimizer.zero_grad()
+        sums = _Sums()
+        for micro_batch in micro_batches:
+            self._accumulate(micro_batch, sums)
+        lr = learning_rate(self.step_index, settings.optimizer, num_steps=settings.num_steps)
+        grad_norm = self._update(sums, lr)
+        self.step_index += 1
+        self.policy_version += 1
+        return StepReport(
+            step=self.step_index - 1,
+            policy_version=self.policy_version,
+            weights_sha256=weights_sha256(self.model),
+            num_trained_tokens=sums.num_targets,
+            metrics=self._metrics(sums, lr, grad_norm, self._clock() - started_s),
+        )
+
+    def save(self, directory: str) -> None:
+        """Write weights, moments and counters into an existing directory."""
+        save_training_state(
+            directory,
+            model=self.model,
+            optimizer=self._optimizer,
+            counters={"step": self.step_index, "policy_version": self.policy_version},
+        )
+
+    def load(self, directory: str) -> None:
+        """Continue exactly where :meth:`save` was called.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, damaged or of another model or stage.
+        """
+        counters = load_training_state(directory, model=self.model, optimizer=self._optimizer)
+        self.step_index = counters["step"]
+        self.policy_version = counters["policy_version"]
+
+    def _accumulate(self, micro_batch: MicroBatch, sums: "_Sums") -> None:
+        """Add one micro-batch's gradients, which are of sums and not of means."""
+        is_warmup = self._settings.mode == "indexer_warmup"
+        output: ForwardOutput = self.model(
+            micro_batch.token_ids,
+            micro_batch.layout,
+            attention="dense" if is_warmup else self._settings.attention,
+            indexer_loss="warmup" if is_warmup else "sparse" if self._trains_indexer else "none",
+        )
+        total = output.indexer_loss_sum
+        if not is_warmup:
+            logprobs, _ = token_logprobs(
+                output.hidden[micro_batch.source_rows],
+                self.model.output_weight,
+                micro_batch.target_ids,
+            )
+            lm_loss_sum = -logprobs.sum()
+            sums.lm_loss += lm_loss_sum.item()
+            total = total + lm_loss_sum
+        if not math.isfinite(total.item()):
+            raise ContractError(
+                f"the loss of step {self.step_index} is {total.item()}; the weights are unchanged. Lower "
+                f"the learning rate, or look for damaged weights"
+            )
+        total.backward()  # type: ignore[no-untyped-call]
+        sums.num_targets += len(micro_batch.target_ids)
+        sums.indexer_loss += output.indexer_loss_sum.item()
+        sums.num_indexer_terms += output.num_indexer_terms
+        counts = output.expert_counts.detach().to(torch.float64)
+        sums.expert_counts = counts if sums.expert_counts is None else sums.expert_counts + counts
+
+    def _update(self, sums: "_Sums", lr: float) -> float:
+        """Divide, clip and step; return the gradient norm before clipping."""
+        settings = self._settings
+        # The KL reaches the indexer and nothing else, so each loss has its own parameters and divisor.
+        if self._base_parameters:
+            divide_gradients(self._base_parameters, sums.num_targets)
+        if self._indexer_parameters:
+            coeff = 1.0 if settings.mode == "indexer_warmup" else settings.indexer_loss_coeff
+            divide_gradients(self._indexer_parameters, sums.num_indexer_terms / coeff)
+        grad_norm = clip_gradients(
+            self._optimizer.parameters, max_norm=settings.optimizer.grad_clip
+        )
+        if not math.isfinite(grad_norm):
+            raise ContractError(
+                f"the gradient norm of step {self.step_index} is {grad_norm}; the weights are unchanged. "
+                f"Lower the learning rate, or look for damaged weights"
+            )
+        self._optimizer.step(lr)
+        if settings.router_bias_rate > 0 and sums.expert_counts is not None:
+            update_router_bias(self.model, sums.expert_counts, settings.router_bias_rate)
+        return grad_norm
+
+    def _metrics(
+        self, sums: "_Sums", lr: float, grad_norm: float, elapsed_s: float
+    ) -> tuple[Metric, ...]:
+        metrics = [
+            Metric("grad/norm", grad_norm),
+            Metric("train/lr", lr),
+            Metric("train/num_tokens", sums.num_targets, reduce="sum"),
+            Metric("train/tokens_per_s", sums.num_targets, elapsed_s),
+        ]
+        if self._base_parameters:
+            metrics.append(Metric("loss/lm_nats", sums.lm_loss, sums.num_targets))
+        if sums.num_indexer_terms:
+            metrics.append(
+                Metric("loss/indexer_kl_nats", sums.indexer_loss, sums.num_indexer_terms)
+            )
+        if sums.expert_counts is not None and sums.expert_counts.numel():
+            share = sums.expert_counts.max(dim=1).values / sums.expert_counts.mean(dim=1)
+            metrics.append(Metric("router/max_load", share.max().item(), reduce="max"))
+        return tuple(metrics)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What a step adds up over its micro-batches."""
+
+    lm_loss: float = 0.0
+    num_targets: int = 0
+    indexer_loss: float = 0.0
+    num_indexer_terms: int = 0
+    expert_counts: torch.Tensor | None = None
