@@ -85,6 +85,17 @@ class RolloutLoopConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _watchdog_outlasts_rollouts(self) -> Self:
+        longest_s = self.rollout_timeout_s + self.grader_timeout_s
+        if self.watchdog_s <= longest_s:
+            raise ValueError(
+                f"watchdog_s={self.watchdog_s:g} would end the stage during one slow but legal rollout: "
+                f"rollout_timeout_s + grader_timeout_s is {longest_s:g}. Raise watchdog_s above it or "
+                f"lower rollout_timeout_s."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _filter_fits_group(self) -> Self:
         if self.dynamic_sampling and self.group_size == 1:
             raise ValueError(
