@@ -34,9 +34,7 @@ def weights(trainer):
 
 
 def test_the_same_batch_gives_bit_identical_weights(tmp_path):
-    digests = [
-        make_trainer(tmp_path).take_step(random_batch()).weights_sha256 for _ in range(2)
-    ]
+    digests = [make_trainer(tmp_path).take_step(random_batch()).weights_sha256 for _ in range(2)]
     assert digests[0] == digests[1]
 
 
