@@ -86,6 +86,11 @@ class GatewaySession:
         """Turns answered so far."""
         return len(self._tree.nodes)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session was closed."""
+        return self._is_closed
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -114,7 +119,7 @@ class GatewaySession:
             max_new_tokens: lowers the session's budget for this turn.
             tool_choice: ``none`` keeps the tools in the prompt, so that its ids stay the same, and
                 leaves calls out of the answer.
-            sampling: replaces the session's distribution for this turn.
+            sampling: replaces the session's distribution for this turn, its seed taken as it is.
 
         Raises:
             ContextExhausted: there is no room for another turn.
@@ -246,6 +251,7 @@ class GatewaySession:
         self, sampling: Sampling | None, max_new_tokens: int | None, *, num_prompt_tokens: int
     ) -> Sampling:
         """Return this turn's distribution and budget: what was asked for, as far as the context goes."""
+        seed = self._settings.sampling.seed if sampling is None else None
         sampling = sampling or self._settings.sampling
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, or None")
@@ -258,7 +264,6 @@ class GatewaySession:
                 f"{self._settings.max_context_tokens} tokens, which leaves {room} for the answer; a "
                 f"turn needs at least {least}"
             )
-        seed = sampling.seed
         if seed is not None:
             seed = _turn_seed(seed, self._num_asked)
         self._num_asked += 1
@@ -266,7 +271,7 @@ class GatewaySession:
             sampling,
             max_new_tokens=min(wanted, room),
             stop_ids=tuple(dict.fromkeys((*self._format.stop_ids, *sampling.stop_ids))),
-            seed=seed,
+            seed=sampling.seed if seed is None else seed,
         )
 
     def _message(

@@ -202,6 +202,12 @@ class Tokenizer:
                 f"tokenizer does not belong to this model"
             ) from None
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id, a control token as its text."""
+        if self._bytes is None:
+            return self.decode([token_id], keep_special=True).encode()
+        return self.decode_bytes((token_id,))
+
     def special_id(self, token: str) -> int:
         """Return the id of a control token.
 

@@ -1,0 +1,82 @@
+"""Runs the HTTP door inside the event loop that is already running."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+
+from longarc.errors import EngineError, ResourceError
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without signal handlers (they belong to the command line) that says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bound_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one.
+
+    Raises:
+        ResourceError: the address cannot be had.
+    """
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot listen on {host}:{port}: {error}. Choose another port, or 0 for a free one"
+        ) from error
+
+
+@asynccontextmanager
+async def serving(
+    app: Starlette, listener: socket.socket, *, grace_s: int = 5
+) -> AsyncIterator[str]:
+    """Serve on a bound socket while the context is open; yields the base URL, without ``/v1``.
+
+    Args:
+        app: from ``http.build_app``.
+        listener: from ``bound_socket``; closed at the end.
+        grace_s: how long running requests may take to end at shutdown before they are cancelled
+            [seconds].
+
+    Raises:
+        EngineError: the server ended by itself.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=grace_s,
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    # Not a TaskGroup: it would wrap whatever the caller's own block raises into an exception group.
+    running = asyncio.create_task(server.serve(sockets=[listener]), name="gateway server")
+    starting = asyncio.create_task(server.is_up.wait(), name="gateway server start")
+    try:
+        await asyncio.wait((running, starting), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            raise EngineError(f"the gateway's HTTP server did not start on {host}:{port}")
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        starting.cancel()
+        server.should_exit = True
+        await running
+        listener.close()
