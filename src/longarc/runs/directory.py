@@ -39,15 +39,8 @@ from longarc.runs.reader import LedgerReader
 RECIPE = "recipe.json"
 """Name of the file that makes a directory a run."""
 
-HARMLESS_KEYS = (
-    "name",
-    "sinks",
-    "sinks.*",
-    "report.*",
-    "stages.*.checkpoint_every_steps",
-    "stages.*.keep_last",
-)
-"""Recipe keys (patterns) that may change between two starts: they alter what is shown and kept, not what is computed."""
+HARMLESS_KEYS = ("name", "stages.*.checkpoint_every_steps", "stages.*.tasks_per_family_full")
+"""Recipe keys (patterns) that may change between two starts: they alter names and safety nets, not what is computed."""
 
 
 class StageDirectory:

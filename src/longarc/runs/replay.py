@@ -10,7 +10,7 @@ from longarc.runs.database import Database
 
 _ADMISSION_COLUMNS = (
     "a.trajectory_id, a.stage, a.group_id, a.group_index, a.member_index, a.attempt, "
-    "a.policy_version, a.seed, t.payload"
+    "a.policy_version, a.seed, t.sha256, t.payload"
 )
 
 
@@ -23,6 +23,9 @@ def load_admissions(
         f"WHERE {condition} ORDER BY a.sequence",
         tuple(values),
     )
+    # The members of a group share a task, so each is decoded once.
+    tasks = {row[8]: row[9] for row in rows}
+    decoded = {digest: decode_task(payload) for digest, payload in tasks.items()}
     return [
         Admission(
             trajectory_id=row[0],
@@ -33,7 +36,7 @@ def load_admissions(
             attempt=row[5],
             policy_version=row[6],
             seed=int(row[7]),
-            task=decode_task(row[8]),
+            task=decoded[row[8]],
         )
         for row in rows
     ]

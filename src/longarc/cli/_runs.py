@@ -1,0 +1,99 @@
+"""What a run looks like in one line, on one page and as JSON."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from longarc.errors import CheckpointError
+from longarc.runs.directory import RunDirectory
+from longarc.runs.metrics import read_metrics
+from longarc.runs.reader import LedgerReader
+
+_SHOWN_METRICS = 12
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def last_metrics(run: RunDirectory) -> dict[str, dict[str, float]]:
+    """Return the newest value of every metric of every stage."""
+    newest: dict[str, dict[str, float]] = {}
+    for row in read_metrics(run.metrics_path):
+        newest.setdefault(row.stage, {}).update(row.values)
+    return newest
+
+
+def run_summary(run: RunDirectory) -> dict[str, Any]:
+    """Return what there is to say about a run, as JSON."""
+    recipe = run.recipe()
+    environments = run.environments()
+    metrics = last_metrics(run)
+    names = list(dict.fromkeys([*recipe.get("stages", {}), *run.stages(), *metrics]))
+    summary: dict[str, Any] = {
+        "path": str(run.path),
+        "name": recipe.get("name"),
+        "seed": recipe.get("seed"),
+        "num_starts": len(environments),
+        "git_commit": environments[-1].get("git_commit") if environments else None,
+        "stages": {name: _stage_files(run, name) for name in names},
+    }
+    for name in names:
+        summary["stages"][name]["metrics"] = metrics.get(name, {})
+    if run.ledger_path.exists():
+        with run.read_ledger() as ledger:
+            summary["stages"] |= _with_ledger(ledger, summary["stages"])
+    return summary
+
+
+def _stage_files(run: RunDirectory, name: str) -> dict[str, Any]:
+    stage = run.stage(name)
+    checkpoints = stage.checkpoints()
+    try:
+        final = stage.final()
+    except CheckpointError as error:
+        return {"state": f"damaged: {error}", "checkpoints": [c.name for c in checkpoints]}
+    state = "done" if final else ("started" if stage.path.exists() else "waiting")
+    return {"state": state, "checkpoints": [c.name for c in checkpoints]}
+
+
+def _with_ledger(ledger: LedgerReader, stages: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(stages)
+    for name in ledger.stages():
+        found[name] = {
+            "state": "started",
+            **found.get(name, {}),
+            "num_steps": len(ledger.steps(name)),
+            "outcomes": ledger.counts("outcome", stage=name),
+            "dispositions": {
+                k or "waiting": n for k, n in ledger.counts("disposition", stage=name).items()
+            },
+            "lag_steps": ledger.lag_histogram(name),
+        }
+    return found
+
+
+def run_line(summary: Mapping[str, Any]) -> str:
+    """Return a run in one line."""
+    states = [stage["state"] for stage in summary["stages"].values()]
+    done = states.count("done")
+    current = [name for name, stage in summary["stages"].items() if stage["state"] == "started"]
+    where = f", in {current[-1]}" if current else ""
+    return f"{summary['path']}: {summary['name']}, {done} of {len(states)} stages done{where}"
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print a run on one page."""
+    print(f"{summary['path']}: {summary['name']}, seed {summary['seed']}")
+    print(f"started {summary['num_starts']} time(s), code {summary['git_commit'] or 'without git'}")
+    for name, stage in summary["stages"].items():
+        last = stage.get("checkpoints", [])[-1:]
+        print(f"\n{name}: {stage['state']}" + (f", newest checkpoint {last[0]}" if last else ""))
+        if "num_steps" in stage:
+            print(f"  {stage['num_steps']} recorded steps")
+        for key in ("outcomes", "dispositions", "lag_steps"):
+            if stage.get(key):
+                print(f"  {key}: " + ", ".join(f"{k} {n}" for k, n in stage[key].items()))
+        for metric, value in list(stage.get("metrics", {}).items())[:_SHOWN_METRICS]:
+            print(f"  {metric} = {value:.6g}")

@@ -1,0 +1,110 @@
+"""The command ``longarc``.
+
+Every other module of this package is one command, found by its file: ``SUMMARY`` is its line in the
+help, ``configure(parser)`` adds its arguments, ``run(arguments)`` returns the exit code. Modules
+with a leading underscore are shared parts. A command imports what it needs inside ``run``, so that
+``longarc --help`` is quick and needs no torch.
+"""
+
+import argparse
+import logging
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+import longarc
+import longarc.cli
+from longarc.cli._exit import ExitCode, code_of
+from longarc.errors import LongArcError
+
+_EPILOG = """exit codes:
+  0    done
+  1    a check or an audit found something, or the engine failed
+  2    the recipe, an option or the command line is wrong
+  3    the machine lacks something: disk, memory, a tool, a permission
+  4    data is damaged, from a newer version, or breaks a contract
+  130  interrupted; a run can be continued with --resume
+"""
+
+
+class Command(Protocol):
+    """What a module of this package provides."""
+
+    SUMMARY: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+        ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; return the exit code."""
+        ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never a traceback for what went wrong on purpose."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if arguments.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    command = cast(Command, arguments.command)
+    try:
+        return int(command.run(arguments))
+    except LongArcError as error:
+        if arguments.verbose:
+            traceback.print_exc()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return code_of(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python flushes once more at exit: let it succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with every command of this package."""
+    parser = argparse.ArgumentParser(
+        prog="longarc",
+        description="Train long-horizon agentic, reasoning and coding models with the GLM-5 recipe.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"longarc {longarc.__version__}")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log more, and show where an error comes from"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in _commands():
+        description = command.__doc__
+        child = commands.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        child.set_defaults(command=command)
+        command.configure(child)
+    return parser
+
+
+def _commands() -> Iterator[tuple[str, Command]]:
+    names = [module.name for module in pkgutil.iter_modules(longarc.cli.__path__)]
+    for name in sorted(set(names) - {"main"}):
+        if not name.startswith("_"):
+            yield name.replace("_", "-"), cast(Command, import_module(f"longarc.cli.{name}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

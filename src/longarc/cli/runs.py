@@ -1,0 +1,137 @@
+"""List, show, audit and compare runs.
+
+longarc runs list
+longarc runs show runs/quickstart
+longarc runs show runs/quickstart agentic_rl/12/3/0
+longarc runs audit runs/quickstart
+longarc runs diff runs/a runs/b
+"""
+
+import argparse
+from pathlib import Path
+
+from longarc.cli._exit import ExitCode
+
+SUMMARY = "list, show, audit and compare runs"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add list, show, audit and diff."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="list the runs in a directory")
+    listing.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+    show = actions.add_parser("show", help="show a run, or one trajectory of it token by token")
+    show.add_argument("run_dir", type=Path, metavar="RUN")
+    show.add_argument("trajectory", nargs="?", help="its id; without one, the run is summarised")
+    audit = actions.add_parser(
+        "audit", help="prove from the ledger that nothing was lost or used twice"
+    )
+    audit.add_argument("run_dir", type=Path, metavar="RUN")
+    for action in (listing, show, audit):
+        action.add_argument("--json", action="store_true", help="print JSON")
+    diff = actions.add_parser(
+        "diff", help="compare recipe, environment and last metrics of two runs"
+    )
+    diff.add_argument("left", type=Path, metavar="RUN_A")
+    diff.add_argument("right", type=Path, metavar="RUN_B")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    match arguments.action:
+        case "list":
+            return _list(arguments.root, as_json=arguments.json)
+        case "show" if arguments.trajectory:
+            return _show_trajectory(arguments)
+        case "show":
+            return _show_run(arguments)
+        case "audit":
+            return _audit(arguments)
+        case _:
+            return _diff(arguments)
+
+
+def _list(root: Path, *, as_json: bool) -> int:
+    from longarc.cli._runs import print_json, run_line, run_summary
+    from longarc.runs.directory import RunDirectory, find_runs
+
+    summaries = [run_summary(RunDirectory.look(path)) for path in find_runs(root)]
+    if as_json:
+        print_json(summaries)
+    elif not summaries:
+        print(f"no runs in {root}")
+    else:
+        for summary in summaries:
+            print(run_line(summary))
+    return ExitCode.OK
+
+
+def _show_run(arguments: argparse.Namespace) -> int:
+    from longarc.cli._runs import print_json, print_summary, run_summary
+    from longarc.runs.directory import RunDirectory
+
+    summary = run_summary(RunDirectory.look(arguments.run_dir))
+    if arguments.json:
+        print_json(summary)
+    else:
+        print_summary(summary)
+    return ExitCode.OK
+
+
+def _show_trajectory(arguments: argparse.Namespace) -> int:
+    from longarc.cli._runs import print_json
+    from longarc.cli._trajectory import print_trajectory, trajectory_json
+    from longarc.runs.directory import RunDirectory
+
+    run_directory = RunDirectory.look(arguments.run_dir)
+    with run_directory.read_ledger() as ledger:
+        trajectory = ledger.trajectory(arguments.trajectory)
+        row = ledger.row(arguments.trajectory)
+        uses = ledger.uses(arguments.trajectory)
+    if arguments.json:
+        print_json(trajectory_json(trajectory, row, uses))
+    else:
+        print_trajectory(
+            trajectory, row, uses, tokenizer_path=run_directory.path / "tokenizer.json"
+        )
+    return ExitCode.OK
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from longarc.cli._runs import print_json
+    from longarc.runs.directory import RunDirectory
+
+    with RunDirectory.look(arguments.run_dir).read_ledger() as ledger:
+        report = ledger.audit()
+    if arguments.json:
+        print_json({**asdict(report), "ok": report.ok})
+    else:
+        for finding in report.findings:
+            print(f"found: {finding}")
+        print(
+            f"{report.num_admissions} admissions, {report.num_trajectories} trajectories, "
+            f"{report.num_uses} uses in {report.num_steps} steps: "
+            + ("every promise holds" if report.ok else f"{len(report.findings)} finding(s)")
+        )
+    return ExitCode.OK if report.ok else ExitCode.FAILED
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from longarc.cli._runs import last_metrics
+    from longarc.runs.directory import RunDirectory, format_changes, recipe_changes
+
+    left, right = RunDirectory.look(arguments.left), RunDirectory.look(arguments.right)
+    environments = [({"": None}, *run.environments())[-1] for run in (left, right)]
+    parts = {
+        "recipe": recipe_changes(left.recipe(), right.recipe()),
+        "environment": recipe_changes(*environments),
+        "last metrics": recipe_changes(last_metrics(left), last_metrics(right)),
+    }
+    for title, changes in parts.items():
+        changes.pop("started_at_s", None)
+        print(f"{title}:" if changes else f"{title}: equal")
+        if changes:
+            print(format_changes(changes))
+    return ExitCode.OK

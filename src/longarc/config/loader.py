@@ -1,0 +1,182 @@
+"""From a TOML file and ``--set`` overrides to validated settings: merged first, validated once."""
+
+import datetime
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from longarc.config.schema import Schema
+from longarc.config.settings import Settings
+from longarc.errors import ConfigError
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+Tree = dict[str, Any]
+"""Parsed TOML."""
+
+
+def load_settings(
+    kind: type[SettingsT], path: Path | None = None, *, overrides: Sequence[str] = ()
+) -> SettingsT:
+    """Read settings from a TOML file, apply overrides, validate.
+
+    Args:
+        kind: the settings class.
+        path: the file; None starts from nothing.
+        overrides: ``a.b=VALUE`` each; VALUE is TOML, a bare word is a string. Later ones win.
+
+    Raises:
+        ConfigError: names the file, every wrong key with its value, what is allowed, and the
+            nearest key where one is unknown.
+    """
+    tree = {} if path is None else read_toml(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return validated(kind, tree, source=str(path or kind.__name__), overrides=overrides)
+
+
+def read_toml(path: Path) -> Tree:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: it is missing, unreadable or not TOML (with line and column).
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        others = sorted(p.name for p in path.parent.glob("*.toml"))
+        near = get_close_matches(path.name, others, n=1) or others
+        hint = f"; there is {', '.join(near[:5])}" if near else ""
+        raise ConfigError(f"there is no file {path}{hint}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start}): TOML has to be"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Split ``a.b=VALUE`` into the keys and the value.
+
+    Raises:
+        ConfigError: there is no ``=``, a key is empty, or VALUE opens like TOML and is not.
+    """
+    dotted, separator, value = text.partition("=")
+    keys = [key.strip() for key in dotted.split(".")]
+    if not separator or not all(keys):
+        raise ConfigError(f"--set {text!r}: write --set a.b=VALUE")
+    return keys, _parse_value(text, value.strip())
+
+
+def _parse_value(override: str, value: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError as error:
+        if value[:1] in ('"', "'", "[", "{"):
+            raise ConfigError(
+                f"--set {override!r}: {value!r} is not a TOML value: {error}"
+            ) from error
+        return value
+    if set(parsed) != {"value"}:
+        raise ConfigError(f"--set {override!r}: one value per --set, please")
+    found = parsed["value"]
+    # No option is a date, but a name may look like one.
+    return value if isinstance(found, datetime.date | datetime.time) else found
+
+
+def apply_override(tree: Tree, override: str) -> None:
+    """Put one ``a.b=VALUE`` into a tree, making the tables on the way; a number enters a list.
+
+    Raises:
+        ConfigError: the path leads through something that is not a table or list.
+    """
+    keys, value = parse_override(override)
+    node: Any = tree
+    for depth, key in enumerate(keys):
+        is_last = depth == len(keys) - 1
+        here = ".".join(keys[:depth]) or "the file"
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                raise ConfigError(
+                    f"--set {override!r}: {here} is a list of {len(node)}; write its position, from 0"
+                )
+            if is_last:
+                node[int(key)] = value
+            else:
+                node = node[int(key)]
+        elif isinstance(node, dict):
+            if is_last:
+                node[key] = value
+            else:
+                node = node.setdefault(key, {})
+        else:
+            raise ConfigError(f"--set {override!r}: {here} is {node!r}, which has no keys")
+
+
+def validated(
+    kind: type[SettingsT], tree: Mapping[str, Any], *, source: str, overrides: Sequence[str] = ()
+) -> SettingsT:
+    """Validate a tree.
+
+    Raises:
+        ConfigError: lists every wrong setting.
+    """
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        schema = Schema(kind)
+        by_key = {".".join(parse_override(o)[0]): o for o in overrides}
+        lines = [_explained(schema, detail, by_key) for detail in error.errors(include_url=False)]
+        plural = "s" if len(lines) > 1 else ""
+        raise ConfigError(
+            f"{source}: {len(lines)} bad setting{plural}\n" + "\n".join(f"  {x}" for x in lines)
+        ) from error
+
+
+def _explained(schema: Schema, detail: ErrorDetails, overrides: Mapping[str, str]) -> str:
+    path, holder = schema.locate(detail["loc"])
+    key = ".".join(map(str, path)) or "(whole file)"
+    where = f"{key} (from --set {overrides[key]!r})" if key in overrides else key
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{where}: unknown key{_suggestion(schema, holder, path)}"
+        case "missing":
+            return f"{where}: required, but not given"
+        case "union_tag_not_found" | "union_tag_invalid":
+            return f"{where}: {_tag_problem(schema, detail)}"
+        case "value_error":
+            return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
+        case _:
+            message = detail["msg"].removeprefix("Input should be ")
+            return f"{where} = {detail['input']!r}: should be {message}"
+
+
+def _suggestion(schema: Schema, holder: Mapping[str, Any], path: Sequence[str | int]) -> str:
+    near = schema.nearest(holder, str(path[-1]))
+    if near:
+        before = "".join(f"{key}." for key in path[:-1])
+        return f"; did you mean {' or '.join(f'{before}{name}' for name in near)}?"
+    return f"; allowed are {', '.join(schema.keys(holder)) or 'none'}"
+
+
+def _tag_problem(schema: Schema, detail: ErrorDetails) -> str:
+    node: Any = schema.root
+    for element in detail["loc"]:
+        _, members = schema.tags(node)
+        node = members.get(str(element)) or schema.child(node, element) or {}
+    name, members = schema.tags(node)
+    given = detail["input"].get(name) if isinstance(detail["input"], Mapping) else detail["input"]
+    allowed = ", ".join(repr(tag) for tag in members)
+    if given is None:
+        return f"{name!r} is missing; choose one of {allowed}"
+    near = get_close_matches(str(given), members, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{name} = {given!r} is not one of {allowed}{hint}"
