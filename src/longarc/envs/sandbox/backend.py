@@ -86,21 +86,22 @@ class BwrapBackend:
             raise
         box = BwrapSandbox(
             box_id=f"box-{os.getpid()}-{next(self._ids)}",
-            connection=spawned.connection,
-            process=spawned.process,
+            spawned=spawned,
             output_bytes=spec.output_bytes,
             on_closed=self._forget,
         )
         self._boxes.add(box)
         try:
             await box.request(setup, timeout_s=START_TIMEOUT_S)
+            box.started(spawned.server_pid())
         except BaseException as error:
             await box.close()
-            complaint = explain(spawned.complaint())
             if isinstance(error, OSError | SandboxError):
+                complaint = explain(spawned.complaint())
                 raise SandboxError(f"a box did not start: {complaint}; {error}") from error
             raise
-        spawned.complaint()
+        finally:
+            spawned.close_files()
         box.expire_after(spec.lifetime_s)
         return box
 
@@ -143,7 +144,7 @@ class BwrapBackend:
         try:
             return await asyncio.wrap_future(spawning)
         except asyncio.CancelledError:
-            spawning.add_done_callback(_discard)
+            self._spawner.submit(_discard, spawning)
             raise
 
     def _spawn_blocking(self, disk_bytes: int) -> Spawned:
@@ -211,6 +212,6 @@ def _checked_files(spec: SandboxSpec) -> dict[str, bytes]:
 
 
 def _discard(spawning: "Future[Spawned]") -> None:
-    """End what a cancelled ``create`` had started."""
+    """End what a cancelled ``create`` had started; runs in the spawner thread, after it."""
     if not spawning.cancelled() and spawning.exception() is None:
         spawning.result().discard()

@@ -4,8 +4,8 @@
 
     exec/read/write --frame--> socketpair --> execd (process 1 of the box)
                     <--frame--
-    close: closes the socket; execd sees the end of file and exits; the kernel ends the rest of the
-           box; the pidfd of bwrap becomes readable; bwrap is reaped
+    close: kills execd; the kernel ends the rest of the box; the pidfd of execd becomes readable;
+           both bwraps follow and are reaped
 
 No thread belongs to a box: sockets and pidfds are watched by the event loop. One request at a
 time; a request that was cancelled half-way leaves the conversation out of step, so it ends the box.
@@ -16,18 +16,18 @@ import errno
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from longarc.envs.sandbox.spawn import Spawned
 from longarc.envs.sandbox.wire import U32, pack, unpack
 from longarc.errors import SandboxError
 from longarc.records.ports import ExecResult
 
 REPLY_GRACE_S = 10.0
 """Time beyond a command's own deadline after which a silent exec server counts as dead [seconds]."""
-CLOSE_GRACE_S = 1.0
-"""Time a box has to end by itself before its bwrap is killed [seconds]."""
+CLOSE_GRACE_S = 2.0
+"""Time a box has to end before its bwrap is killed [seconds]."""
 MAX_READ_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 20
 """Anything longer is refused: the other side of the socket is not trusted."""
@@ -44,20 +44,27 @@ class BwrapSandbox:
         self,
         *,
         box_id: str,
-        connection: socket.socket,
-        process: subprocess.Popen[bytes],
+        spawned: Spawned,
         output_bytes: int,
         on_closed: Callable[["BwrapSandbox"], None],
     ) -> None:
         self.id = box_id
-        self.process = process
-        self._connection = connection
+        self.process = spawned.process
+        self.server_pid: int | None = None
+        """Process id of the exec server, as the host counts; known once the box has started."""
+        self._server_fd: int | None = None
+        self._connection = spawned.connection
         self._output_bytes = output_bytes
         self._on_closed = on_closed
         self._turn = asyncio.Lock()
         self._why_lost: str | None = None
         self._closing: asyncio.Future[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
+
+    def started(self, server_pid: int) -> None:
+        """Note which process ends last: the kernel reports process 1 only after all others ended."""
+        self.server_pid = server_pid
+        self._server_fd = os.pidfd_open(server_pid)
 
     def expire_after(self, seconds: float) -> None:
         """End the box when its lifetime [seconds] is over; the command that runs then is timed out."""
@@ -174,50 +181,65 @@ class BwrapSandbox:
         """Note why the box is unusable and end its processes at once."""
         if self._why_lost is None:
             self._why_lost = why
-            self._kill()
+            self._end()
 
     def _expire(self, seconds: float) -> None:
         self._lose(f"its lifetime of {seconds:g} s is over")
 
-    def _kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
+    def _end(self) -> None:
+        """Kill the exec server, and with it the box; one that is still starting finds a closed socket."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:
+                raise
+        if self._server_fd is not None:
+            try:
+                signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
+            except ProcessLookupError:
+                return
 
     async def _close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
         if self._why_lost is None:
             self._why_lost = "it was closed"
-        # shutdown, not close: a request may still be waiting on the descriptor
+        self._end()
         try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            if error.errno != errno.ENOTCONN:
-                raise
-        try:
-            if not await self._ended(CLOSE_GRACE_S):
-                self._kill()
-                await self._ended(CLOSE_GRACE_S)
+            if self._server_fd is not None:
+                await _readable(self._server_fd, CLOSE_GRACE_S)
+            await self._reap()
         finally:
-            async with self._turn:
+            if self._server_fd is not None:
+                os.close(self._server_fd)
+                self._server_fd = None
+            async with self._turn:  # a request may still hold the socket
                 self._connection.close()
             self._on_closed(self)
 
-    async def _ended(self, seconds: float) -> bool:
-        """Wait until bwrap, and with it every process of the box, is gone; reap it."""
-        if self.process.poll() is not None:
-            return True
-        loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
-        fd = os.pidfd_open(self.process.pid)
-        loop.add_reader(fd, gone.set)
-        try:
-            async with asyncio.timeout(seconds):
-                await gone.wait()
-        except TimeoutError:
-            return False
-        finally:
-            loop.remove_reader(fd)
-            os.close(fd)
+    async def _reap(self) -> None:
+        """Wait until both bwraps are gone, which follow the exec server by themselves."""
+        if self.process.poll() is None:
+            fd = os.pidfd_open(self.process.pid)
+            try:
+                if not await _readable(fd, CLOSE_GRACE_S):
+                    self.process.kill()
+                    await _readable(fd, CLOSE_GRACE_S)
+            finally:
+                os.close(fd)
         self.process.wait()
-        return True
+
+
+async def _readable(pidfd: int, seconds: float) -> bool:
+    """Wait until a process has ended; False when it did not within the time."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(seconds):
+            await ended.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(pidfd)
+    return True

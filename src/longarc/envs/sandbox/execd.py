@@ -30,8 +30,11 @@ MAX_REQUEST_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 16
 FLOOD_BYTES = 64 << 20
 """A command that wrote this much beyond its output cap is killed."""
-MEMORY_CHECK_S = 0.2
-"""How often the memory of a running command is summed [seconds]."""
+CHECK_S = 0.2
+"""How often memory and number of files are looked at while a command runs [seconds]."""
+DISK_BYTES_PER_FILE = 4096
+MIN_FILES = 4096
+"""A file costs the kernel memory that the quota does not count, so their number is limited as well."""
 PR_SET_DUMPABLE = 4
 IGNORED_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE]
 ENOUGH_FOR_THE_PIPE_BYTES = 1 << 20
@@ -49,6 +52,7 @@ class Server:
         for name in IGNORED_SIGNALS:
             signal.signal(name, signal.SIG_IGN)
         self.memory_bytes = 0
+        self.max_files = 0
 
     def serve(self) -> None:
         """Answer requests until end of file, then take the box down."""
@@ -81,6 +85,8 @@ class Server:
             wanted = int(value) if ceiling < 0 else min(int(value), ceiling)
             resource.setrlimit(kind, (wanted, wanted))
         os.chdir(WORKSPACE)
+        disk = os.statvfs(WORKSPACE)
+        self.max_files = max(MIN_FILES, disk.f_blocks * disk.f_frsize // DISK_BYTES_PER_FILE)
         made: set[str] = set()
         rest = fields[divider + 1 :]
         for path, data in zip(rest[::2], rest[1::2], strict=True):
@@ -111,10 +117,18 @@ class Server:
         rc = b"" if reason_killed in ("time", "output") else b"%d" % (job.rc or 0)
         if reason_killed == "memory":
             rc = b"-9"
-            job.add("stderr", b"\nbox: killed, more than %d bytes of memory" % self.memory_bytes)
+            job.add("stderr", b"\nbox: killed, more than %d bytes of memory\n" % self.memory_bytes)
+        if reason_killed == "files":
+            rc = b"-9"
+            job.add("stderr", b"\nbox: killed, more than %d files\n" % self.max_files)
         spent = b"%d" % ((time.monotonic() - started) * 1e6)
         out, err = bytes(job.kept["stdout"]), bytes(job.kept["stderr"])
         return [b"ok", rc, reason_killed.encode(), b"%d" % job.num_dropped, spent, out, err]
+
+    def num_files(self) -> int:
+        """Files, folders and links that the writable places hold."""
+        disk = os.statvfs(WORKSPACE)
+        return disk.f_files - disk.f_ffree
 
     def reap(self, job: "Job | None" = None) -> None:
         """Collect every process that ended, and note the status of ``job``'s own."""
@@ -184,7 +198,8 @@ class Job:
 
     def watch(self, deadline: float) -> str:
         """Wait for the end; return why the command must be killed, or an empty string."""
-        next_check = time.monotonic() + MEMORY_CHECK_S / 4
+        next_check = time.monotonic() + CHECK_S / 4
+        num_files = self.server.num_files()
         while self.rc is None:
             now = time.monotonic()
             if now >= deadline:
@@ -192,7 +207,10 @@ class Job:
             if now >= next_check:
                 if memory_above(self.server.memory_bytes):
                     return "memory"
-                next_check = time.monotonic() + MEMORY_CHECK_S
+                before, num_files = num_files, self.server.num_files()
+                if num_files > max(before, self.server.max_files):
+                    return "files"
+                next_check = time.monotonic() + CHECK_S
             self._wait(max(0.0, min(deadline, next_check) - now))
             if self.num_dropped > FLOOD_BYTES:
                 return "output"

@@ -36,7 +36,6 @@ ETC = (
 )
 MASKED_PROC = ("/proc/cmdline", "/proc/keys", "/proc/key-users", "/proc/sched_debug")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
-MAX_INODES_PER_BYTE = 4096
 IDENTITY_FILES: Mapping[str, bytes] = {
     "/etc/passwd": b"root:x:0:0::/root:/bin/bash\nagent:x:1000:1000::/home/agent:/bin/bash\n",
     "/etc/group": b"root:x:0:\nagent:x:1000:\n",

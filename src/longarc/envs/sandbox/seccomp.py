@@ -9,7 +9,8 @@
 
 Namespaces already confine a box; this list closes what they do not cover: families that ignore the
 network namespace (AF_VSOCK, netlink), the kernel's larger attack surfaces (io_uring, bpf, perf,
-userfaultfd, keyrings), and memory that no process limit counts (memfd, System V shared memory).
+userfaultfd, keyrings), memory that no process limit counts (memfd, System V shared memory), and
+inotify, which on the shared /usr tells one box what another one opens.
 
 Source: numbers from the Linux system call tables (``arch/x86/entry/syscalls``, ``asm-generic``).
 """
@@ -112,6 +113,8 @@ ABSENT = {
     "memfd_secret": Numbers(447, 447),
     "shmget": Numbers(29, 194),
     "msgget": Numbers(68, 186),
+    "inotify_init": Numbers(253, None),
+    "inotify_init1": Numbers(294, 26),
 }
 """Refused with ENOSYS, so that libraries take the path they have for older kernels."""
 

@@ -9,13 +9,14 @@ virtual environment may lie in a folder that the sandbox user cannot enter, or u
 folder that the outer call covers.
 """
 
-import importlib.resources
+import json
 import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from longarc.envs.sandbox.host import Host
 from longarc.envs.sandbox.layout import (
@@ -27,31 +28,44 @@ from longarc.envs.sandbox.layout import (
 from longarc.envs.sandbox.seccomp import seccomp_program
 from longarc.errors import SandboxError
 
+DISCARD_GRACE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawned:
-    """A box that is starting."""
+    """A box that is starting; ``close_files`` when it has started or failed."""
 
     process: subprocess.Popen[bytes]
-    """The outer bwrap; when it is gone, so is every process of the box."""
+    """The outer bwrap. It ends after all others if they end by themselves, before them if killed."""
     connection: socket.socket
     """Our end, not blocking; the exec server holds the other."""
     stderr_fd: int
-    """A memory file with whatever setpriv and bwrap complain about; the owner closes it."""
+    """A memory file with whatever setpriv and bwrap complain about."""
+    info_fd: int
+    """A memory file where the inner bwrap writes the process id of the exec server."""
 
     def complaint(self) -> str:
-        """Return what was written to stderr until now, and close it."""
-        try:
-            return os.pread(self.stderr_fd, 1 << 14, 0).decode("utf-8", "replace")
-        finally:
-            os.close(self.stderr_fd)
+        """Return what was written to stderr until now."""
+        return os.pread(self.stderr_fd, 1 << 14, 0).decode("utf-8", "replace")
+
+    def server_pid(self) -> int:
+        """Return the process id, as the host counts, of a server that has answered."""
+        return int(json.loads(os.pread(self.info_fd, 1 << 14, 0))["child-pid"])
+
+    def close_files(self) -> None:
+        """Give back the memory files."""
+        os.close(self.stderr_fd)
+        os.close(self.info_fd)
 
     def discard(self) -> None:
-        """End a box that nobody waits for any more."""
+        """End a box that nobody waits for any more; blocks until it is gone."""
         self.connection.close()
-        os.close(self.stderr_fd)
-        self.process.kill()
-        self.process.wait()
+        self.close_files()
+        try:
+            self.process.wait(DISCARD_GRACE_S)  # the server exits when it finds nobody there
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def spawn(host: Host, *, disk_bytes: int) -> Spawned:
@@ -62,17 +76,18 @@ def spawn(host: Host, *, disk_bytes: int) -> Spawned:
     """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    stderr = os.memfd_create("bwrap-stderr")
+    stderr, info = os.memfd_create("bwrap-stderr"), os.memfd_create("bwrap-info")
     try:
         with _descriptors() as open_fd, theirs:
-            command = _command(host, open_fd, server_fd=theirs.fileno(), disk_bytes=disk_bytes)
+            options = outer_options(host, disk_bytes=disk_bytes)
+            command = _command(host, open_fd, options, server_fd=theirs.fileno(), info_fd=info)
             environment = {"PATH": "/usr/bin:/bin"}
             if host.bubblewrap.libraries is not None:
                 libraries = open_fd.path(host.bubblewrap.libraries, os.O_PATH | os.O_DIRECTORY)
                 environment["LD_LIBRARY_PATH"] = f"/proc/self/fd/{libraries}"
             process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno(), *open_fd.fds],
+                pass_fds=[theirs.fileno(), info, *open_fd.fds],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
@@ -83,11 +98,12 @@ def spawn(host: Host, *, disk_bytes: int) -> Spawned:
     except OSError as error:
         ours.close()
         os.close(stderr)
+        os.close(info)
         raise SandboxError(
             f"a box could not be started: {error}; limits on processes, open files or memory are "
             f"the usual reason (see ulimit -a): raise them, or open fewer boxes at a time"
         ) from error
-    return Spawned(process=process, connection=ours, stderr_fd=stderr)
+    return Spawned(process=process, connection=ours, stderr_fd=stderr, info_fd=info)
 
 
 class _Descriptors:
@@ -121,22 +137,22 @@ def _descriptors() -> Iterator[_Descriptors]:
             os.close(fd)
 
 
-def _command(host: Host, open_fd: _Descriptors, *, server_fd: int, disk_bytes: int) -> list[str]:
+def _command(
+    host: Host, open_fd: _Descriptors, outer: Sequence[str], *, server_fd: int, info_fd: int
+) -> list[str]:
     bwrap = f"/proc/self/fd/{open_fd.path(host.bubblewrap.path, os.O_RDONLY)}"
-    server = importlib.resources.files("longarc.envs.sandbox").joinpath("execd.py").read_bytes()
-    contents = {**IDENTITY_FILES, SERVER_PATH: server}
+    contents = {**IDENTITY_FILES, SERVER_PATH: Path(__file__).with_name("execd.py").read_bytes()}
     inner = inner_options(
         host,
         data_fds={path: open_fd.data(content) for path, content in contents.items()},
         seccomp_fd=open_fd.data(seccomp_program()),
     )
-    outer = outer_options(host, disk_bytes=disk_bytes)
     command = []
     if host.setpriv is not None:
         command += [host.setpriv, "--reuid", str(host.uid), "--regid", str(host.gid)]
         command += ["--clear-groups", "--"]
     command += [bwrap, "--args", str(open_fd.data(_joined(outer))), "--"]
-    command += [bwrap, "--args", str(open_fd.data(_joined(inner))), "--"]
+    command += [bwrap, "--info-fd", str(info_fd), "--args", str(open_fd.data(_joined(inner))), "--"]
     return [*command, host.python, "-ISE", SERVER_PATH, str(server_fd)]
 
 
