@@ -161,14 +161,13 @@ class Files:
     def _trail(
         self, split: str, index: int, *, hops: tuple[int, int], purpose: str = "task"
     ) -> Trail:
-        return draw_in_split(
-            lambda rng: self._draw(rng, num_hops=rng.randint(*hops)),
-            lambda trail: trail.code,
-            split=split,
-            key=f"{self.name}/{self.settings.seed}/{purpose}/{index}",
-        )
+        """Draw the code word, which decides the split, then the tree around it."""
+        key = f"{self.name}/{self.settings.seed}/{purpose}/{index}"
+        code = draw_in_split(_code_word, str, split=split, key=key)
+        rng = rng_of(key, split, "tree")
+        return self._draw(rng, code, num_hops=rng.randint(*hops))
 
-    def _draw(self, rng: random.Random, *, num_hops: int) -> Trail:
+    def _draw(self, rng: random.Random, code: str, *, num_hops: int) -> Trail:
         kinds = [
             rng.choice(_KINDS[1:]) if rng.random() < self.settings.indirect_frac else _KINDS[0]
             for _ in range(num_hops)
@@ -184,10 +183,10 @@ class Files:
         ids = rng.sample(
             [f"k{number}" for number in range(10, 100)], num_hops + self.settings.num_distractors
         )
-        codes = _code_words(rng, 1 + self.settings.num_distractors)
+        decoys = [word for word in _code_words(rng, self.settings.num_distractors) if word != code]
 
         files: dict[str, str] = {}
-        pointer = f"code: {codes[0]}"
+        pointer = f"code: {code}"
         steps: tuple[str, ...] = ()
         for kind in reversed(kinds):  # from the code back to the start
             directory = alone.pop() if kind == "dir" else rng.choice(shared)
@@ -207,10 +206,14 @@ class Files:
         for number in range(self.settings.num_distractors):
             path = f"{rng.choice(shared)}/{names.pop()}"
             is_end = number < 2 or rng.random() < 0.3
-            text = f"code: {codes[1 + number]}" if is_end else f"next: {rng.choice(on_trail)}"
+            text = (
+                f"code: {decoys[number % len(decoys)]}"
+                if is_end
+                else f"next: {rng.choice(on_trail)}"
+            )
             has_id = rng.random() < 0.3
             files[path] = f"id={ids.pop()}\n{text}\n" if has_id else f"{text}\n"
-        return Trail(pointer=pointer, files=files, steps=steps, code=codes[0], num_hops=num_hops)
+        return Trail(pointer=pointer, files=files, steps=steps, code=code, num_hops=num_hops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +253,16 @@ def _opening(trail: Trail) -> tuple[Message, ...]:
     return (Message(role=Role.USER, content=f"Find the code.\n{trail.pointer}"),)
 
 
+def _code_word(rng: random.Random) -> str:
+    """A pronounceable word of six letters; a guess is right once in 340,000."""
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+
+
 def _code_words(rng: random.Random, num_words: int) -> list[str]:
-    """Different pronounceable words of six letters; a guess is right once in 600,000."""
+    """Different code words."""
     words: dict[str, None] = {}
     while len(words) < num_words:
-        words["".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))] = None
+        words[_code_word(rng)] = None
     return list(words)
 
 

@@ -1,0 +1,69 @@
+from itertools import islice
+
+import pytest
+
+from longarc.envs.tasks.recall import Recall, estimated_tokens
+from longarc.errors import ConfigError
+from longarc.records.message import Message, Role
+from longarc.records.outcome import Outcome
+from longarc.records.trajectory import EpisodeResult
+
+
+def test_haystacks_have_the_length_that_was_asked_for_and_leave_room_in_4096():
+    for task in islice(Recall().tasks("test", cursor=0), 40):
+        haystack, _, question = task.messages[0].content.rpartition("\nRepeat")
+        assert 2048 - 12 <= estimated_tokens(haystack) <= 3900
+        assert estimated_tokens(task.messages[0].content) <= 3900 + 20
+        assert question
+
+
+def test_lengths_follow_the_tokenizer_that_is_given():
+    family = Recall(count_tokens=len, task_tokens=(1000, 1000))
+    task = next(family.tasks("train", cursor=0))
+    haystack = task.messages[0].content.split("\nRepeat")[0]
+    assert 950 <= len(haystack) <= 1000
+
+
+def test_the_needle_is_there_once_anywhere_and_the_other_keys_differ():
+    places = []
+    for task in islice(Recall().tasks("train", cursor=0), 60):
+        lines = task.messages[0].content.split("\n")
+        key, value = task.data["key"], task.data["value"]
+        assert lines.count(f"{key}={value}") == 1
+        assert [line for line in lines if line.startswith(f"{key}=")] == [f"{key}={value}"]
+        assert sum("=" in line for line in lines) > 20
+        places.append(lines.index(f"{key}={value}") / len(lines))
+    assert min(places) < 0.2
+    assert max(places) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("{key}={value}", 1.0),
+        ("{value}", 1.0),
+        ("{key}", 0.0),
+        ("{key}={value} {key}={value}", 0.0),
+        ("other={value}", 0.0),
+        ("1000 {value}", 0.0),
+    ],
+)
+async def test_only_the_value_counts(answer, reward):
+    family = Recall()
+    task = next(family.tasks("test", cursor=0))
+    last = Message(role=Role.ASSISTANT, content=answer.format(**task.data))
+    episode = EpisodeResult(outcome=Outcome.COMPLETED, messages=(last,), num_turns=1)
+    assert (await family.grade(task, episode)).value == reward
+
+
+async def test_answering_with_the_whole_haystack_wins_nothing():
+    family = Recall()
+    task = next(family.tasks("test", cursor=0))
+    last = Message(role=Role.ASSISTANT, content=task.messages[0].content)
+    episode = EpisodeResult(outcome=Outcome.COMPLETED, messages=(last,), num_turns=1)
+    assert (await family.grade(task, episode)).value == 0.0
+
+
+def test_a_misspelt_setting_names_the_nearest_one():
+    with pytest.raises(ConfigError, match="did you mean 'task_tokens'"):
+        Recall(tasks_tokens=(1, 2))
