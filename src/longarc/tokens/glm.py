@@ -177,7 +177,7 @@ class GlmFormat:
     def _assistant(
         self, out: TokenWriter, message: Message, *, keeps_reasoning: bool, trained: bool
     ) -> None:
-        reasoning, content = _split_reasoning(message)
+        reasoning, content = _split_reasoning(message, trims=not self._is_5_2)
         if keeps_reasoning and (reasoning or (self._is_5_2 and reasoning is not None)):
             out.special("<think>")
             out.text(reasoning if self._is_5_2 else reasoning.strip(), trained=trained)
@@ -201,12 +201,14 @@ class GlmFormat:
         out.special("</think>")
 
 
-def _split_reasoning(message: Message) -> tuple[str | None, str]:
+def _split_reasoning(message: Message, *, trims: bool) -> tuple[str | None, str]:
     """Return reasoning and content; a message that carries no reasoning may hold it inside its content."""
     if message.reasoning is not None or "</think>" not in message.content:
         return message.reasoning, message.content
     before = message.content.split("</think>")[0]
     after = message.content.split("</think>")[-1]
+    if not trims:
+        return before.split("<think>")[-1], after
     return before.rstrip("\n").split("<think>")[-1].lstrip("\n"), after.lstrip("\n")
 
 
