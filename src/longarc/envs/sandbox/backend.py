@@ -13,7 +13,9 @@ At most ``max_boxes`` are open; further ``create`` calls wait until one closes.
 import asyncio
 import itertools
 import os
+import platform
 import posixpath
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,9 +29,7 @@ from longarc.records.ports import SandboxSpec
 
 START_TIMEOUT_S = 20.0
 NUM_OPEN_FILES = 256
-MIN_MEMORY_BYTES = 32 << 20
-MIN_DISK_BYTES = 64 << 10
-MIN_PROCESSES = 4
+MAX_OUTPUT_BYTES = 16 << 20
 PAGE_BYTES = 4096
 
 
@@ -92,6 +92,7 @@ class BwrapBackend:
         )
         self._boxes.add(box)
         try:
+            self._refuse_if_closed()
             await box.request(setup, timeout_s=START_TIMEOUT_S)
             box.started(spawned.server_pid())
         except BaseException as error:
@@ -111,7 +112,7 @@ class BwrapBackend:
         async with asyncio.TaskGroup() as tasks:
             for box in list(self._boxes):
                 tasks.create_task(box.close())
-        self._spawner.shutdown(wait=False)
+        await asyncio.to_thread(self._spawner.shutdown)
 
     async def probe(self) -> SandboxCapabilities:
         """Start one box, run one command in it, and say what this machine can do; never raises."""
@@ -137,14 +138,20 @@ class BwrapBackend:
             memory_limit="rlimit+watch",
         )
 
-    async def _spawn(self, disk_bytes: int) -> Spawned:
+    def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise SandboxError("the sandbox backend is closed; make a new one for further boxes")
+
+    async def _spawn(self, disk_bytes: int) -> Spawned:
+        self._refuse_if_closed()
         spawning = self._spawner.submit(self._spawn_blocking, disk_bytes)
         try:
             return await asyncio.wrap_future(spawning)
         except asyncio.CancelledError:
-            self._spawner.submit(_discard, spawning)
+            if self._is_closed:
+                spawning.add_done_callback(_discard)
+            else:
+                self._spawner.submit(_discard, spawning)
             raise
 
     def _spawn_blocking(self, disk_bytes: int) -> Spawned:
@@ -157,30 +164,38 @@ class BwrapBackend:
         self._places.release()
 
 
-def setup_request(spec: SandboxSpec) -> list[bytes]:
+def setup_request(spec: SandboxSpec, *, kernel: str | None = None) -> list[bytes]:
     """Return the first request to a box: its limits and its files.
+
+    Before Linux 5.14 RLIMIT_NPROC counts all processes of a user, in whatever box, so that one busy
+    box would starve the others: there the number is only watched, like memory.
+
+    Args:
+        spec: what is asked for.
+        kernel: release of the kernel, as ``uname -r`` prints it; default: the running one.
 
     Raises:
         ConfigError: a limit is too small to run anything, or a file cannot be in the workspace.
     """
-    for name, value, minimum in (
-        ("memory_bytes", spec.memory_bytes, MIN_MEMORY_BYTES),
-        ("disk_bytes", spec.disk_bytes, MIN_DISK_BYTES),
-        ("num_processes", spec.num_processes, MIN_PROCESSES),
-        ("output_bytes", spec.output_bytes, 1),
+    for name, value, minimum, maximum in (
+        ("memory_bytes", spec.memory_bytes, 32 << 20, 1 << 50),
+        ("disk_bytes", spec.disk_bytes, 64 << 10, 1 << 50),
+        ("num_processes", spec.num_processes, 4, 1 << 20),
+        ("output_bytes", spec.output_bytes, 1, MAX_OUTPUT_BYTES),
     ):
-        if value < minimum:
-            raise ConfigError(f"SandboxSpec.{name} is {value}; at least {minimum} is needed")
+        if not minimum <= value <= maximum:
+            raise ConfigError(f"SandboxSpec.{name} is {value}; allowed is {minimum} to {maximum}")
     if not spec.lifetime_s > 0:
         raise ConfigError(f"SandboxSpec.lifetime_s is {spec.lifetime_s}; it must be above 0")
     limits = {
-        "RLIMIT_NPROC": spec.num_processes + 1,  # the exec server counts too
         "RLIMIT_FSIZE": spec.disk_bytes,
         "RLIMIT_NOFILE": NUM_OPEN_FILES,
         "RLIMIT_CORE": 0,
         "RLIMIT_DATA": spec.memory_bytes,
     }
-    request = [b"setup", b"%d" % spec.memory_bytes]
+    if _kernel_version(kernel or platform.release()) >= (5, 14):
+        limits["RLIMIT_NPROC"] = spec.num_processes + 1  # the exec server counts too
+    request = [b"setup", b"%d" % spec.memory_bytes, b"%d" % spec.num_processes]
     request += [f"{name} {value}".encode() for name, value in limits.items()]
     request.append(b"-")
     for path, data in _checked_files(spec).items():
@@ -209,6 +224,10 @@ def _checked_files(spec: SandboxSpec) -> dict[str, bytes]:
             f"raise disk_bytes or give fewer files"
         )
     return dict(spec.files)
+
+
+def _kernel_version(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
 
 
 def _discard(spawning: "Future[Spawned]") -> None:

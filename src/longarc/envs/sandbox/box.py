@@ -84,7 +84,7 @@ class BwrapSandbox:
                 f"exec needs a program and a time, got argv={list(argv)} and timeout_s={timeout_s}; "
                 f"give at least one argument and more than 0 seconds"
             )
-        words = [word.encode("utf-8", "surrogateescape") for word in argv]
+        words = [_encoded(word) for word in argv]
         if any(b"\0" in word for word in words):
             return ExecResult(rc=126, stdout=b"", stderr=b"an argument contains a zero byte\n")
         milliseconds = max(1, round(timeout_s * 1000))
@@ -116,11 +116,11 @@ class BwrapSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file, with the folders it needs; relative paths start at the workspace."""
-        await self.request([b"write", os.fsencode(path), data], timeout_s=REPLY_GRACE_S)
+        await self.request([b"write", _encoded(path), data], timeout_s=REPLY_GRACE_S)
 
     async def read(self, path: str) -> bytes:
         """Read a regular file of at most 16 MiB; relative paths start at the workspace."""
-        request = [b"read", os.fsencode(path), b"%d" % MAX_READ_BYTES]
+        request = [b"read", _encoded(path), b"%d" % MAX_READ_BYTES]
         (data,) = await self.request(request, timeout_s=REPLY_GRACE_S)
         return data
 
@@ -155,8 +155,8 @@ class BwrapSandbox:
         if self._why_lost is not None:
             raise SandboxError(f"box {self.id} is lost: {self._why_lost}; open a new one")
         if reply[0] == b"error":
-            number = int(reply[1])
-            raise OSError(number, f"{os.strerror(number)} (in box {self.id}): {reply[2].decode()}")
+            number, said = int(reply[1]), reply[2].decode("utf-8", "replace")
+            raise OSError(number, f"{os.strerror(number)} (in box {self.id}): {said}")
         return reply[1:]
 
     async def _exchange(self, frame: bytes) -> list[bytes]:
@@ -228,6 +228,14 @@ class BwrapSandbox:
             finally:
                 os.close(fd)
         self.process.wait()
+
+
+def _encoded(text: str) -> bytes:
+    """Return the bytes of a path or an argument; what a model wrote may not be valid text."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
 
 
 async def _readable(pidfd: int, seconds: float) -> bool:

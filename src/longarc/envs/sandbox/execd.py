@@ -1,4 +1,4 @@
-"""The exec server: process 1 of a box, started as ``python3 -ISE execd.py FD``.
+"""The exec server: process 1 of a box, started as ``python3 -ISE execd.pyc FD``.
 
 ::
 
@@ -52,6 +52,7 @@ class Server:
         for name in IGNORED_SIGNALS:
             signal.signal(name, signal.SIG_IGN)
         self.memory_bytes = 0
+        self.max_processes = 0
         self.max_files = 0
 
     def serve(self) -> None:
@@ -61,7 +62,11 @@ class Server:
             try:
                 reply = self._answer(fields[0], fields[1:])
             except OSError as error:
-                reply = [b"error", b"%d" % (error.errno or errno.EIO), str(error).encode()]
+                reply = _refused(error.errno or errno.EIO, error)
+            except ValueError as error:  # a zero byte in a path, say
+                reply = _refused(errno.EINVAL, error)
+            except MemoryError as error:
+                reply = _refused(errno.ENOMEM, error)
             _write_all(self.fd, _pack(reply))
 
     def _answer(self, operation: bytes, fields: list[bytes]) -> list[bytes]:
@@ -75,10 +80,10 @@ class Server:
         return self._setup(fields)
 
     def _setup(self, fields: list[bytes]) -> list[bytes]:
-        """Apply ``NAME value`` limits, then write ``path, data`` pairs; a ``-`` field divides them."""
+        """Take memory [bytes], number of processes, ``NAME value`` limits, ``-``, ``path, data`` pairs."""
         divider = fields.index(b"-")
-        self.memory_bytes = int(fields[0])
-        for limit in fields[1:divider]:
+        self.memory_bytes, self.max_processes = int(fields[0]), int(fields[1])
+        for limit in fields[2:divider]:
             name, value = limit.decode().split()
             kind = getattr(resource, name)
             ceiling = resource.getrlimit(kind)[1]
@@ -115,15 +120,28 @@ class Server:
             kill_all()
         self.reap(job)
         rc = b"" if reason_killed in ("time", "output") else b"%d" % (job.rc or 0)
-        if reason_killed == "memory":
-            rc = b"-9"
-            job.add("stderr", b"\nbox: killed, more than %d bytes of memory\n" % self.memory_bytes)
-        if reason_killed == "files":
-            rc = b"-9"
-            job.add("stderr", b"\nbox: killed, more than %d files\n" % self.max_files)
+        if reason_killed in self.allowed():
+            rc = b"-%d" % signal.SIGKILL
+            limit = self.allowed()[reason_killed]
+            job.add("stderr", f"\nbox: killed, more than {limit} {reason_killed}\n".encode())
         spent = b"%d" % ((time.monotonic() - started) * 1e6)
         out, err = bytes(job.kept["stdout"]), bytes(job.kept["stderr"])
         return [b"ok", rc, reason_killed.encode(), b"%d" % job.num_dropped, spent, out, err]
+
+    def allowed(self) -> dict[str, int]:
+        """The limits that are watched, by the reason that a command is killed for."""
+        return {
+            "bytes of memory": self.memory_bytes,
+            "processes": self.max_processes,
+            "files": self.max_files,
+        }
+
+    def excess(self) -> str:
+        """Return which watched limit the processes of the box exceed, or an empty string."""
+        pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        if len(pids) > self.max_processes:
+            return "processes"
+        return "bytes of memory" if memory_above(self.memory_bytes, pids) else ""
 
     def num_files(self) -> int:
         """Files, folders and links that the writable places hold."""
@@ -205,11 +223,11 @@ class Job:
             if now >= deadline:
                 return "time"
             if now >= next_check:
-                if memory_above(self.server.memory_bytes):
-                    return "memory"
                 before, num_files = num_files, self.server.num_files()
                 if num_files > max(before, self.server.max_files):
-                    return "files"
+                    return "files"  # only while it grows, so that a later command can tidy up
+                if excess := self.server.excess():
+                    return excess
                 next_check = time.monotonic() + CHECK_S
             self._wait(max(0.0, min(deadline, next_check) - now))
             if self.num_dropped > FLOOD_BYTES:
@@ -310,13 +328,12 @@ def kill_all() -> None:
             return
 
 
-def memory_above(limit: int) -> bool:
-    """Whether the processes of the box together hold more than ``limit`` bytes.
+def memory_above(limit: int, pids: list[str]) -> bool:
+    """Whether processes together hold more than ``limit`` bytes.
 
     Resident sizes are summed first, which is cheap and counts shared pages once per process; only
     when that is too much are the proportional sizes read, which count them once.
     """
-    pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     if _sum_kib(pids, "status", (b"RssAnon:", b"RssShmem:")) * 1024 <= limit:
         return False
     return _sum_kib(pids, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) * 1024 > limit
@@ -388,6 +405,10 @@ def _pack(fields: list[bytes]) -> bytes:
 def _not_started(rc: int, reason: bytes, started: float) -> list[bytes]:
     spent = b"%d" % ((time.monotonic() - started) * 1e6)
     return [b"ok", b"%d" % rc, b"", b"0", spent, b"", reason + b"\n"]
+
+
+def _refused(number: int, error: BaseException) -> list[bytes]:
+    return [b"error", b"%d" % number, str(error).encode("utf-8", "replace")]
 
 
 def _nothing(*_: object) -> None:

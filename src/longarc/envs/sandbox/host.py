@@ -7,6 +7,7 @@ import glob
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,14 @@ SANDBOX_UID = 64_000
 """User and group that boxes run as when LongArc itself runs as root; belongs to nobody on Debian."""
 SCRATCH_CANDIDATES = ("/media", "/mnt", "/srv", "/opt")
 SYSTEM_PYTHON = "/usr/bin/python3"
+COMPILE = """
+import importlib.util, marshal, sys
+if sys.version_info < (3, 9):
+    sys.exit("Python " + sys.version)
+code = compile(sys.stdin.buffer.read(), "execd.py", "exec")
+sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+"""
+"""Writes a .pyc file: magic number, flags, time and size of no source, code."""
 PACKAGE_FOLDERS = (
     "/usr/lib/python3*/dist-packages",
     "/usr/local/lib/python3*/dist-packages",
@@ -37,6 +46,8 @@ class Host:
     """Interpreter of the exec server, by its path on the host and in the box."""
     python_prefix: str | None
     """Folder that must be visible for ``python``; None where /usr already shows it."""
+    server: bytes
+    """The exec server, compiled for ``python``: saves each box some milliseconds."""
     hidden_folders: tuple[str, ...]
     """Installed packages of the host, which may hold a task's solution: empty in the box."""
     scratch: str
@@ -64,6 +75,7 @@ def look_up_host(bwrap_candidates: Sequence[str] | None = None) -> Host:
         bubblewrap=bubblewrap,
         python=python,
         python_prefix=prefix,
+        server=_compiled_server(python),
         hidden_folders=tuple(sorted(path for path in folders if not os.path.islink(path))),
         scratch=_scratch(),
         uid=SANDBOX_UID if is_root else os.geteuid(),
@@ -86,6 +98,25 @@ def _box_python(*, for_other_user: bool) -> tuple[str, str | None]:
         )
     is_visible = sys.base_prefix == "/usr" or sys.base_prefix.startswith("/usr/")
     return python, None if is_visible else sys.base_prefix
+
+
+def _compiled_server(python: str) -> bytes:
+    source = Path(__file__).with_name("execd.py").read_bytes()
+    try:
+        done = subprocess.run(
+            [python, "-ISE", "-c", COMPILE],
+            input=source,
+            capture_output=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        raise SandboxError(
+            f"{python} cannot run the exec server of a box ({error}; {said.decode()[-200:]!r}); "
+            f"Python >= 3.9 is needed there: repair or update it"
+        ) from error
+    return done.stdout
 
 
 def _open_to_all(path: Path) -> bool:

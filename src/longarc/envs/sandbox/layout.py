@@ -22,7 +22,7 @@ WORKSPACE = "/workspace"
 HOME = "/home/agent"
 BOX_UID = 1000
 WRITABLE = {"workspace": WORKSPACE, "tmp": "/tmp", "home": HOME, "shm": "/dev/shm"}
-SERVER_PATH = "/run/box/execd.py"
+SERVER_PATH = "/run/box/execd.pyc"
 ETC = (
     "ld.so.cache",
     "ld.so.conf",
@@ -35,7 +35,7 @@ ETC = (
     "debian_version",
 )
 MASKED_PROC = ("/proc/cmdline", "/proc/keys", "/proc/key-users", "/proc/sched_debug")
-NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
+NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
 IDENTITY_FILES: Mapping[str, bytes] = {
     "/etc/passwd": b"root:x:0:0::/root:/bin/bash\nagent:x:1000:1000::/home/agent:/bin/bash\n",
     "/etc/group": b"root:x:0:\nagent:x:1000:\n",
@@ -61,7 +61,7 @@ def inner_options(host: Host, *, data_fds: Mapping[str, int], seccomp_fd: int) -
         data_fds: contents of the files that exist in the box only, by path.
         seccomp_fd: the filter program.
     """
-    options = [part for name in NAMESPACES for part in (f"--unshare-{name}",)]
+    options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--disable-userns", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
     options += ["--uid", str(BOX_UID), "--gid", str(BOX_UID), "--hostname", "box", "--clearenv"]
     for name, value in environment(host).items():

@@ -16,7 +16,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from longarc.envs.sandbox.host import Host
 from longarc.envs.sandbox.layout import (
@@ -141,7 +140,7 @@ def _command(
     host: Host, open_fd: _Descriptors, outer: Sequence[str], *, server_fd: int, info_fd: int
 ) -> list[str]:
     bwrap = f"/proc/self/fd/{open_fd.path(host.bubblewrap.path, os.O_RDONLY)}"
-    contents = {**IDENTITY_FILES, SERVER_PATH: Path(__file__).with_name("execd.py").read_bytes()}
+    contents = {**IDENTITY_FILES, SERVER_PATH: host.server}
     inner = inner_options(
         host,
         data_fds={path: open_fd.data(content) for path, content in contents.items()},

@@ -41,6 +41,22 @@ async def test_a_missing_program_is_the_agents_mistake_and_not_a_crash(box):
     assert (await box.exec(["true"])).rc == 0
 
 
+async def test_text_that_is_not_valid_and_arguments_without_end_do_no_harm(box):
+    odd = "\ud83d and \udcff"
+    assert (await box.exec(["printf", "%s", odd])).stdout == b"? and ?"
+    assert (await box.exec(["printf", "%s", "\udcff"])).stdout == b"\xff"
+    await box.write(odd, b"1")
+    await box.write("\udcff", b"2")
+    assert (await box.read(odd), await box.read("\udcff")) == (b"1", b"2")
+    with pytest.raises(FileNotFoundError):
+        await box.read("missing \udcff")
+    with pytest.raises(OSError, match="null byte"):
+        await box.read("a\0b")
+    too_long = await box.exec(["echo", "x" * (1 << 22)])
+    assert (too_long.rc, too_long.failure) == (126, None)
+    assert b"Argument list too long" in too_long.stderr
+
+
 async def test_standard_input_arrives_whole_even_when_larger_than_a_pipe(box):
     data = os.urandom(300_000)
     result = await box.exec(["sha256sum"], stdin=data)
@@ -81,10 +97,12 @@ async def test_a_file_operation_that_the_box_refuses_raises_its_own_error(box):
 
 
 async def test_a_background_process_lives_on_and_does_not_hold_the_command(box):
-    first = await bash(box, "(sleep 1000; echo late) & echo early")
+    waiting = "until [ -e ask ]; do sleep 0.01; done; echo answer > told"
+    first = await bash(box, f"({waiting}; sleep 1000; echo late) & echo early")
     assert first.stdout == b"early\n"
     assert not first.timed_out
-    assert (await box.exec(["pgrep", "sleep"])).rc == 0
+    second = await bash(box, "touch ask; until [ -s told ]; do sleep 0.01; done; cat told")
+    assert second.stdout == b"answer\n"
 
 
 async def test_two_boxes_share_nothing_that_can_be_written(backend):

@@ -33,7 +33,7 @@ async def test_no_host_file_can_be_written_or_created(box):
         for place in / /usr /usr/bin /usr/lib /etc /dev /run /var /home /proc/sys /run/box; do
             if touch $place/longarc-was-here 2>/dev/null; then echo "wrote $place"; fi
         done
-        for file in /usr/bin/env /etc/passwd /run/box/execd.py /proc/sys/kernel/core_pattern \\
+        for file in /usr/bin/env /etc/passwd /run/box/execd.pyc /proc/sys/kernel/core_pattern \\
             /proc/sys/net/ipv4/ip_forward /proc/sys/kernel/hostname /proc/sysrq-trigger; do
             if (echo x >> $file) 2>/dev/null; then echo "wrote $file"; fi
         done
@@ -85,7 +85,7 @@ async def test_process_one_tells_nothing_about_the_host(box, monkeypatch):
     )
     lines = result.stdout.decode().split("\n")
     assert "bwrap" not in lines[0]
-    assert lines[0].split()[1:3] == ["-ISE", "/run/box/execd.py"]
+    assert lines[0].split()[1:3] == ["-ISE", "/run/box/execd.pyc"]
     assert lines[1] == "box"
     assert int(lines[2]) <= 4
     assert lines[3:] == [""]
