@@ -30,7 +30,7 @@ _CHUNK_ELEMENTS = 1 << 17
 def orthogonalise(matrices: Float[Tensor, "n a b"]) -> Float[Tensor, "n a b"]:
     """Return the nearest (semi-)orthogonal matrices, approximately: singular values in [0.7, 1.2].
 
-    Five steps of ``X <- a X + (b G + c G^2) X`` with ``G = X X^T`` on the wide orientation, in the
+    Five steps of ``X <- (a I + b G + c G^2) X`` with ``G = X X^T`` on the wide orientation, in the
     dtype given (fp32 on a CPU).
     """
     if matrices.shape[1] > matrices.shape[2]:
@@ -42,7 +42,8 @@ def orthogonalise(matrices: Float[Tensor, "n a b"]) -> Float[Tensor, "n a b"]:
         for _ in range(NUM_ITERATIONS):
             gram = torch.bmm(chunk, chunk.mT)
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            chunk = torch.baddbmm(chunk, polynomial, chunk, beta=a)
+            polynomial.diagonal(dim1=1, dim2=2).add_(a)
+            chunk = torch.bmm(polynomial, chunk)
         chunks.append(chunk)
     return torch.cat(chunks)
 
