@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longarc.models.plan import AttentionPlan, QueryRun, SingleQueries
 
-GATHERED_FLOATS = 1 << 20
+GATHERED_FLOATS = 1 << 18
 """Upper bound on the gathered keys of one block of queries [numbers]: they should stay in the cache."""
 
 
@@ -34,7 +34,7 @@ def sparse_attention(
     Returns:
         The attended values, and the attention probabilities summed over heads (detached).
     """
-    output: tuple[Tensor, Tensor] = _SparseAttention.apply(
+    output: tuple[Tensor, Tensor] = _SparseAttention.apply(  # type: ignore[no-untyped-call]
         query_Nnd, table_Rd, rows_NS, value_width, scale
     )
     return output
@@ -50,7 +50,7 @@ class _SparseAttention(torch.autograd.Function):
         output = query.new_empty(*query.shape[:2], value_width)
         probability_sum = query.new_empty(rows.shape)
         for block in _blocks(query, rows):
-            keys_QSd = table[rows[block].clamp_min(0)]
+            keys_QSd = F.embedding(rows[block].clamp_min(0), table)
             probability_QnS = _probabilities(query[block], keys_QSd, rows[block], scale)
             output[block] = probability_QnS @ keys_QSd[..., :value_width]
             probability_sum[block] = probability_QnS.sum(dim=1)
@@ -67,7 +67,8 @@ class _SparseAttention(torch.autograd.Function):
         grad_table = torch.zeros_like(table)
         for block in _blocks(query, rows):
             safe_QS = rows[block].clamp_min(0)
-            keys_QSd, query_Qnd, grad_Qnv = table[safe_QS], query[block], grad[block]
+            query_Qnd, grad_Qnv = query[block], grad[block]
+            keys_QSd = F.embedding(safe_QS, table)
             p_QnS = _probabilities(query_Qnd, keys_QSd, rows[block], scale)
             grad_p_QnS = grad_Qnv @ keys_QSd[..., :v].mT
             # A padded key has p = 0, hence no gradient, and adding it to row 0 changes nothing.
@@ -77,9 +78,7 @@ class _SparseAttention(torch.autograd.Function):
             grad_query[block] = grad_score_QnS @ keys_QSd
             grad_keys_QSd = grad_score_QnS.mT @ query_Qnd
             grad_keys_QSd[..., :v] += p_QnS.mT @ grad_Qnv
-            grad_table += torch.ops.aten.embedding_dense_backward(
-                grad_keys_QSd, safe_QS, table.shape[0], -1, False
-            )
+            grad_table.index_add_(0, safe_QS.flatten(), grad_keys_QSd.flatten(0, 1))
         return grad_query, grad_table, None, None, None
 
 
@@ -136,9 +135,13 @@ def _dense_singles(
     query: Tensor, key: Tensor, value: Tensor, singles: SingleQueries, scale: float
 ) -> Tensor:
     heads = key.shape[1]
-    query_Bgmd = query[singles.queries].unflatten(1, (heads, -1))
-    key_BPgd = singles.key_window(key.flatten(1)).unflatten(2, (heads, -1))
-    value_BPgd = singles.key_window(value.flatten(1)).unflatten(2, (heads, -1))
+    query_Bgmd = query[singles.queries].reshape(len(singles.num_keys), heads, -1, query.shape[2])
+    key_BPgd = _split_heads(singles.key_window(key.flatten(1)), heads)
+    value_BPgd = _split_heads(singles.key_window(value.flatten(1)), heads)
     score_BgmP = query_Bgmd @ key_BPgd.permute(0, 2, 3, 1) * scale
     score_BgmP = score_BgmP.masked_fill(singles.hidden_keys()[:, None, None], float("-inf"))
     return (score_BgmP.softmax(-1) @ value_BPgd.transpose(1, 2)).flatten(1, 2)
+
+
+def _split_heads(rows: Tensor, heads: int) -> Tensor:
+    return rows.view(*rows.shape[:-1], heads, -1)

@@ -207,7 +207,8 @@ class Decoder(nn.Module):
                 f"{num_tokens} token ids do not fit counts that sum to {sum(counts)}"
             )
         cache.check(list(slots), list(starts), list(counts))
-        positions, rows = [], []
+        positions: list[int] = []
+        rows: list[int] = []
         for slot, start, count in zip(slots, starts, counts, strict=True):
             positions.extend(range(start, start + count))
             first_row = slot * cache.max_length + start

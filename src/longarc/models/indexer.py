@@ -20,7 +20,7 @@ from longarc.config.model import GlmMoeDsaConfig
 from longarc.models.layers import Rotation
 from longarc.models.plan import AttentionPlan, QueryRun, SingleQueries
 
-SCORED_FLOATS = 1 << 21
+SCORED_FLOATS = 1 << 18
 """Upper bound on the scores of one block of queries, all heads [numbers]."""
 MIN_HEADS = 4
 """A product of fewer rows takes another kernel, which rounds differently; heads are padded to this."""
@@ -30,9 +30,9 @@ MIN_HEADS = 4
 class IndexerRows:
     """What the indexer computes for each token."""
 
-    query_Tji: Float[Tensor, "T j i"]
-    key_Ti: Float[Tensor, "T i"]
-    weight_Tj: Float[Tensor, "T j"]
+    query: Float[Tensor, "T j i"]
+    key: Float[Tensor, "T i"]
+    weight: Float[Tensor, "T j"]
     """Weight of each head, with both scale factors."""
 
 
@@ -54,19 +54,19 @@ class Indexer(nn.Module):
     ) -> IndexerRows:
         """Compute queries, keys and head weights of all rows; no gradient leaves towards the inputs."""
         x, q_latent = x.detach(), q_latent.detach()
-        query_Tji = self.wq_b(q_latent).unflatten(1, (self._num_heads, self._width))
-        key_T1i = self.k_norm(self.wk(x))[:, None]
-        both = torch.cat([query_Tji, key_T1i], dim=1)
+        query = self.wq_b(q_latent).unflatten(1, (self._num_heads, self._width))
+        key = self.k_norm(self.wk(x))[:, None]
+        both = torch.cat([query, key], dim=1)
         r = self._rope_width
         both = torch.cat([rotation.apply(both[..., :r]), both[..., r:]], dim=-1)
         scale = float(self._num_heads * self._width) ** -0.5
-        weight_Tj = self.weights_proj(x) * scale
-        query_Tji, key_Ti = both[:, :-1], both[:, -1]
+        weight = _full_precision(self.weights_proj(x)) * scale
+        query, key = both[:, :-1], both[:, -1]
         if self._num_heads < MIN_HEADS:
             missing = MIN_HEADS - self._num_heads
-            query_Tji = F.pad(query_Tji, (0, 0, 0, missing))
-            weight_Tj = F.pad(weight_Tj, (0, missing))
-        return IndexerRows(query_Tji, key_Ti, weight_Tj)
+            query = F.pad(query, (0, 0, 0, missing))
+            weight = F.pad(weight, (0, missing))
+        return IndexerRows(query, key, weight)
 
     @torch.no_grad()
     def select(
@@ -102,9 +102,7 @@ class Indexer(nn.Module):
         if block.num_keys <= self._num_selected:
             candidate_S = torch.arange(self._num_selected, device=keys_Pi.device)
             return torch.where(candidate_S <= position_Q1, candidate_S, NO_KEY)
-        scores_QP = index_scores(
-            rows.query_Tji[block.queries], rows.weight_Tj[block.queries], keys_Pi
-        )
+        scores_QP = index_scores(rows.query[block.queries], rows.weight[block.queries], keys_Pi)
         future_QP = torch.arange(block.num_keys, device=keys_Pi.device) > position_Q1
         return select_keys(
             scores_QP.masked_fill_(future_QP, float("-inf")), num_selected=self._num_selected
@@ -117,8 +115,8 @@ class Indexer(nn.Module):
             candidate_S = torch.arange(self._num_selected, device=table_Ri.device)
             return torch.where(candidate_S < singles.num_keys[:, None], candidate_S, NO_KEY)
         scores_BP = index_scores_batched(
-            rows.query_Tji[singles.queries],
-            rows.weight_Tj[singles.queries],
+            rows.query[singles.queries],
+            rows.weight[singles.queries],
             singles.key_window(table_Ri),
         )
         return select_keys(
@@ -142,14 +140,14 @@ class Indexer(nn.Module):
             attention_NS: attention probabilities summed over heads; constant.
         """
         size = max(1, SCORED_FLOATS // (selected_NS.shape[1] * self._width))
-        total = rows.key_Ti.new_zeros(())
+        total = rows.key.new_zeros(())
         for start in range(0, len(selected_NS), size):
             block = slice(start, start + size)
             total = total + checkpoint(
                 _gathered_kl,
-                rows.query_Tji[block],
-                rows.weight_Tj[block],
-                rows.key_Ti,
+                rows.query[block],
+                rows.weight[block],
+                rows.key,
                 selected_NS[block],
                 attention_NS[block],
                 use_reentrant=False,
@@ -174,9 +172,9 @@ class Indexer(nn.Module):
         """
         loss: Tensor = checkpoint(
             _full_kl,
-            rows.query_Tji[run.queries],
-            rows.weight_Tj[run.queries],
-            rows.key_Ti[run.key_rows],
+            rows.query[run.queries],
+            rows.weight[run.queries],
+            rows.key[run.key_rows],
             run.first_position,
             attention_QP,
             use_reentrant=False,
@@ -189,7 +187,8 @@ def index_scores(
     query_Qji: Float[Tensor, "Q j i"], weight_Qj: Float[Tensor, "Q j"], key_Pi: Float[Tensor, "P i"]
 ) -> Float[Tensor, "Q P"]:
     """Score all keys for each query of a block."""
-    dot_QjP = (query_Qji.flatten(0, 1) @ key_Pi.mT).unflatten(0, query_Qji.shape[:2])
+    query_Xi = _full_precision(query_Qji).flatten(0, 1)
+    dot_QjP = (query_Xi @ _full_precision(key_Pi).mT).view(*query_Qji.shape[:2], -1)
     return _sum_heads(dot_QjP, weight_Qj)
 
 
@@ -199,16 +198,21 @@ def index_scores_batched(
     key_BPi: Float[Tensor, "B P i"],
 ) -> Float[Tensor, "B P"]:
     """Score for each query its own keys."""
-    return _sum_heads(query_Bji @ key_BPi.mT, weight_Bj)
+    return _sum_heads(_full_precision(query_Bji) @ _full_precision(key_BPi).mT, weight_Bj)
 
 
 def _sum_heads(dot_QjP: Tensor, weight_Qj: Tensor) -> Tensor:
     """Add the heads up one after another: a fixed order, whatever the shape."""
-    weighted = (dot_QjP.relu() * weight_Qj[..., None]).unbind(1)
-    total_QP = weighted[0]
-    for head_QP in weighted[1:]:
-        total_QP = total_QP + head_QP
+    first, second, *others = (dot_QjP.relu_() * weight_Qj[..., None]).unbind(1)
+    total_QP = first + second
+    for head_QP in others:
+        total_QP += head_QP
     return total_QP
+
+
+def _full_precision(x: Tensor) -> Tensor:
+    """Scores are compared, so they are computed in fp32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gathered_kl(

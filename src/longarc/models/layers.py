@@ -76,7 +76,7 @@ class Rotation:
     def apply(self, x_Tnd: Float[Tensor, "T n d"]) -> Float[Tensor, "T n d"]:
         """Rotate every head of every row."""
         if self._interleaved:
-            partner_Tnd = x_Tnd.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            partner_Tnd = x_Tnd.view(*x_Tnd.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
             partner_Tnd = x_Tnd.roll(x_Tnd.shape[-1] // 2, dims=-1)
         # Two products and a sum, each rounded on its own: a fused multiply-add may round differently

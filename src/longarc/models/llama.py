@@ -38,16 +38,16 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
         """Attend to everything before each token."""
-        heads = (-1, self._width)
-        query_Tnd = step.rotation.apply(self.q_proj(x).unflatten(1, heads))
-        key_Tgd = step.rotation.apply(self.k_proj(x).unflatten(1, heads))
+        rows, width = len(x), self._width
+        query_Tnd = step.rotation.apply(self.q_proj(x).view(rows, -1, width))
+        key_Tgd = step.rotation.apply(self.k_proj(x).view(rows, -1, width))
         n = step.num_tokens
         keys = step.table("keys", self._layer, key_Tgd.flatten(1)[:n])
         values = step.table("values", self._layer, self.v_proj(x)[:n])
         attended_Nnd = dense_attention(
             query_Tnd[:n],
-            keys.unflatten(1, heads),
-            values.unflatten(1, heads),
+            keys.view(len(keys), -1, width),
+            values.view(len(values), -1, width),
             step.plan,
             scale=float(self._width) ** -0.5,
         )

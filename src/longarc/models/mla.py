@@ -53,8 +53,10 @@ class SparseLatentAttention(nn.Module):
     ) -> tuple[Float[Tensor, "T hidden"], Float[Tensor, ""] | None]:
         """Return the attention output and, where asked for, the indexer's loss summed over tokens."""
         num_tokens = step.num_tokens
-        w_k_npc, w_v_nvc = self.kv_b_proj.weight.unflatten(0, (self._num_heads, -1)).split(
-            [self._nope, self._value], dim=1
+        w_k_npc, w_v_nvc = torch.split(
+            self.kv_b_proj.weight.view(self._num_heads, -1, self._latent),
+            [self._nope, self._value],
+            dim=1,
         )
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         query_Tnd = self._absorbed_query(q_latent, w_k_npc, step)
@@ -125,5 +127,5 @@ class SparseLatentAttention(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and step.indexer_loss != "none"):
             rows = self.indexer.project(x, q_latent, step.rotation)
             n = step.num_tokens
-            rows = IndexerRows(rows.query_Tji[:n], rows.key_Ti[:n], rows.weight_Tj[:n])
-        return rows, step.table("index_keys", self._layer, rows.key_Ti)
+            rows = IndexerRows(rows.query[:n], rows.key[:n], rows.weight[:n])
+        return rows, step.table("index_keys", self._layer, rows.key)

@@ -66,7 +66,7 @@ class Experts(nn.Module):
         """Return for each token the weighted sum of its experts' outputs, in the order of its choice."""
         num_chosen = chosen_Tk.shape[1]
         order = chosen_Tk.flatten().argsort(stable=True)
-        sorted_rows = x[order // num_chosen].split(counts_E.tolist())
+        sorted_rows = torch.split(x.index_select(0, order // num_chosen), counts_E.tolist())
         outputs = [
             _expert(rows, gate_up, down)
             for rows, gate_up, down in zip(
@@ -77,7 +77,10 @@ class Experts(nn.Module):
         back[order] = torch.arange(len(order), device=order.device)
         # Summed slot after slot and not scattered expert after expert, so that the order of addition
         # does not depend on the other tokens.
-        slots = torch.cat(outputs)[back].unflatten(0, (-1, num_chosen)) * weight_Tk[..., None]
+        slots = (
+            torch.cat(outputs).index_select(0, back).view(*chosen_Tk.shape, -1)
+            * weight_Tk[..., None]
+        )
         first, *others = slots.unbind(1)
         for other in others:
             first = first + other

@@ -42,7 +42,7 @@ def token_logprobs(
     Returns:
         log-probabilities [nats], and entropies without gradient or None.
     """
-    output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+    output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, chunk_tokens, with_entropy
     )
     logprobs, entropy = output
