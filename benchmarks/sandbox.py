@@ -193,6 +193,7 @@ async def main(num_boxes: int, repeats: int) -> None:
         raise SystemExit(f"no sandbox on this machine: {found.problem}")
     table.note("bwrap", found.bwrap_version)
     table.note("uid", str(os.geteuid()))
+    table.note("load average of the last minute", f"{os.getloadavg()[0]:.1f}")
     await single_box(table, backend, repeats)
     await many_boxes(table, backend, num_boxes)
     await timeouts(table, backend)

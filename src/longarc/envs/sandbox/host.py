@@ -77,7 +77,7 @@ def look_up_host(bwrap_candidates: Sequence[str] | None = None) -> Host:
         python_prefix=prefix,
         server=_compiled_server(python),
         hidden_folders=tuple(sorted(path for path in folders if not os.path.islink(path))),
-        scratch=_scratch(),
+        scratch=_scratch(shown=prefix),
         uid=SANDBOX_UID if is_root else os.geteuid(),
         gid=SANDBOX_UID if is_root else os.getegid(),
         setpriv=_setpriv() if is_root else None,
@@ -125,9 +125,10 @@ def _open_to_all(path: Path) -> bool:
     return all(part.stat().st_mode & stat.S_IXOTH for part in (resolved, *resolved.parents))
 
 
-def _scratch() -> str:
+def _scratch(*, shown: str | None) -> str:
     for path in SCRATCH_CANDIDATES:
-        if os.path.isdir(path) and not os.path.islink(path):
+        hides = shown is not None and (shown + "/").startswith(path + "/")
+        if os.path.isdir(path) and not os.path.islink(path) and not hides:
             return path
     raise SandboxError(
         f"none of {', '.join(SCRATCH_CANDIDATES)} is a folder; a box mounts its own memory file "

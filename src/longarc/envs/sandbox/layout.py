@@ -73,6 +73,10 @@ def inner_options(host: Host, *, data_fds: Mapping[str, int], seccomp_fd: int) -
     for name, path in WRITABLE.items():
         options += ["--bind", f"{host.scratch}/{name}", path]
     options += ["--symlink", "../tmp", "/var/tmp"]
+    if host.python_prefix is not None:  # after the writable places: it may lie under one of them
+        options += ["--ro-bind", host.python_prefix, host.python_prefix]
+    for folder in host.hidden_folders:
+        options += ["--ro-bind", f"{host.scratch}/none", folder]
     for path in MASKED_PROC:
         if os.path.exists(path):
             options += ["--ro-bind", "/dev/null", path]
@@ -104,8 +108,4 @@ def _read_only_tree(host: Host) -> list[str]:
             options += ["--ro-bind", name, name]
     for name in ETC:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    if host.python_prefix is not None:
-        options += ["--ro-bind", host.python_prefix, host.python_prefix]
-    for folder in host.hidden_folders:
-        options += ["--ro-bind", f"{host.scratch}/none", folder]
     return options

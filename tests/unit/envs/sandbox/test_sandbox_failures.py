@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,14 +125,33 @@ def test_root_without_setpriv_is_told_what_to_install(monkeypatch):
         look_up_host()
 
 
-def test_a_machine_without_a_system_python_shows_its_own_or_says_why_not(monkeypatch):
+async def test_a_machine_without_a_system_python_shows_its_own_or_says_why_not(
+    capabilities, monkeypatch
+):
     monkeypatch.setattr(host_module, "SYSTEM_PYTHON", "/no/such/python3")
-    problem = ""
+    backend = BwrapBackend()
     try:
-        found = look_up_host()
-    except SandboxError as error:
-        problem = str(error)
-    assert "install python3 from your system" in problem or Path(found.python).exists()
+        box = await backend.create(SandboxSpec(files={}))
+        said = (await box.exec(["cat", "/proc/1/cmdline"])).stdout.decode()
+    except SandboxError as error:  # it lies where the sandbox user cannot go
+        said = str(error)
+    await backend.close()
+    assert said.startswith(sys.base_prefix) or "install python3 from your system" in said
+
+
+def test_a_python_that_is_broken_or_too_old_is_named(monkeypatch, tmp_path):
+    broken = tmp_path / "python3"
+    broken.write_text("#!/bin/sh\necho 'Python 3.8.1' >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(host_module, "SYSTEM_PYTHON", str(broken))
+    with pytest.raises(SandboxError, match=r"Python 3\.8\.1.*Python >= 3\.9 is needed"):
+        look_up_host()
+
+
+def test_a_machine_without_a_folder_to_cover_is_told_to_make_one(monkeypatch):
+    monkeypatch.setattr(host_module, "SCRATCH_CANDIDATES", ("/no/such/folder",))
+    with pytest.raises(SandboxError, match="create an empty /mnt"):
+        look_up_host()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has folders that the sandbox user lacks")

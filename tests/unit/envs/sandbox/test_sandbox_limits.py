@@ -103,12 +103,19 @@ async def test_one_process_cannot_take_more_memory_than_the_box_may(backend):
     assert b"MemoryError" in result.stderr
 
 
-async def test_the_processes_of_a_box_together_cannot_either(backend):
+@pytest.mark.parametrize(
+    "hog",
+    [
+        "import time; b = bytearray(40 << 20); b[::4096] = bytes(10240 * [1]); time.sleep(100)",
+        "import mmap, time; b = mmap.mmap(-1, 40 << 20); b.write(bytes(40 << 20)); time.sleep(100)",
+    ],
+    ids=["private", "shared"],
+)
+async def test_the_processes_of_a_box_together_cannot_either(backend, hog):
     box = await backend.create(SandboxSpec(files={}, memory_bytes=96 << 20))
-    hog = "import time; b = bytearray(40 << 20); b[::4096] = bytes(10240 * [1]); time.sleep(100)"
     result = await bash(box, f"for i in 1 2 3 4; do python3 -c '{hog}' & done; wait", timeout_s=60)
     assert (result.rc, result.timed_out, result.failure) == (-9, False, None)
-    assert b"bytes of memory" in result.stderr
+    assert b"more than 100663296 bytes of memory" in result.stderr
     assert (await box.exec(["echo", "next"])).stdout == b"next\n"
 
 
