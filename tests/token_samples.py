@@ -18,6 +18,26 @@ def small_tokenizer() -> Tokenizer:
     return Tokenizer.train(CORPUS, vocab_size=320)
 
 
+@cache
+def chatml_tokenizer() -> Tokenizer:
+    """As SmolLM2's: only the ends of messages are control tokens, tags are text."""
+    return Tokenizer.train(
+        CORPUS, vocab_size=300, special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    )
+
+
+@cache
+def qwen_tokenizer() -> Tokenizer:
+    """As Qwen3's: tags are control tokens too."""
+    names = ("think", "tool_call", "tool_response")
+    tags = tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))
+    return Tokenizer.train(
+        CORPUS,
+        vocab_size=310,
+        special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *tags),
+    )
+
+
 _CONTROL = re.compile("(" + "|".join(map(re.escape, GLM_SPECIAL_TOKENS)) + ")")
 
 
