@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from longarc.errors import CheckpointError
+from longarc.errors import CheckpointError, ResourceError, boundary
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_weights, save_weights
 from longarc.trainer.optim import MuonAdamW
@@ -24,12 +24,16 @@ def save_training_state(
     """Write weights, optimizer state and counters into an existing directory.
 
     Atomicity is the caller's: a checkpoint counts once its manifest is written.
+
+    Raises:
+        ResourceError: the disk is full or the directory is not writable.
     """
     root = Path(directory)
-    save_weights(model, str(root / WEIGHTS_FILE))
-    state = {key: value.contiguous() for key, value in optimizer.state_dict().items()}
-    save_file(state, str(root / OPTIMIZER_FILE))
-    (root / COUNTERS_FILE).write_text(json.dumps(dict(counters), sort_keys=True) + "\n")
+    with boundary(ResourceError, f"cannot write the checkpoint {directory}"):
+        save_weights(model, str(root / WEIGHTS_FILE))
+        state = {key: value.contiguous() for key, value in optimizer.state_dict().items()}
+        save_file(state, str(root / OPTIMIZER_FILE))
+        (root / COUNTERS_FILE).write_text(json.dumps(dict(counters), sort_keys=True) + "\n")
 
 
 def load_training_state(directory: str, *, model: Decoder, optimizer: MuonAdamW) -> dict[str, int]:

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from longarc.errors import ResourceError
+from longarc.errors import ResourceError, boundary
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import save_weights
 from longarc.records.sampling import WeightSource
@@ -37,16 +37,14 @@ class WeightPublisher:
         """
         path = self._directory / f"weights-{policy_version:08d}.safetensors"
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        doing = f"cannot publish weights to {path}; free disk space or fix the permission"
         try:
-            save_weights(model, str(temporary))
-            with temporary.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            raise ResourceError(
-                f"cannot publish weights to {path}: {error}; free disk space or fix the permission"
-            ) from error
+            with boundary(ResourceError, doing):
+                save_weights(model, str(temporary))
+                with temporary.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
         self._retire(path)
