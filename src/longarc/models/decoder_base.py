@@ -40,7 +40,7 @@ class ForwardOutput:
     """KL [nats] of indexer against attention, summed over query tokens and layers; carries gradient."""
     num_indexer_terms: int
     """Terms of that sum."""
-    expert_counts: Float[Tensor, "moe_layers experts"]
+    expert_counts: Int[Tensor, "moe_layers experts"]
     """Tokens routed to each expert; no rows where the model has no experts."""
 
 
@@ -73,7 +73,7 @@ class LayerOutput:
 
     hidden: Float[Tensor, "rows hidden"]
     indexer_loss_sum: Float[Tensor, ""] | None = None
-    expert_counts: Float[Tensor, " experts"] | None = None
+    expert_counts: Int[Tensor, " experts"] | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -111,7 +111,8 @@ class Decoder(nn.Module):
 
     config: GlmMoeDsaConfig | LlamaConfig
     model: DecoderStack
-    lm_head: nn.Linear
+    lm_head: nn.Linear | None
+    """None where the embedding is the output projection too."""
 
     @abstractmethod
     def cache_widths(self) -> dict[str, int]:
@@ -124,7 +125,8 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Float[Tensor, "vocab hidden"]:
         """The output projection; logits are ``hidden @ output_weight.T``."""
-        return self.lm_head.weight
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return head.weight
 
     def forward(
         self,
@@ -174,7 +176,9 @@ class Decoder(nn.Module):
             hidden=hidden[:num_tokens],
             indexer_loss_sum=torch.stack(losses).sum() if losses else hidden.new_zeros(()),
             num_indexer_terms=num_tokens * len(losses),
-            expert_counts=torch.stack(counts) if counts else hidden.new_zeros((0, 0)),
+            expert_counts=torch.stack(counts)
+            if counts
+            else hidden.new_zeros((0, 0), dtype=torch.long),
         )
 
     @torch.no_grad()

@@ -69,12 +69,19 @@ def _parse(
 ) -> ModelConfig:
     known = {name: raw[name] for name in settings.model_fields if raw.get(name) is not None}
     known["rope_theta"] = _rope_theta(raw)
+    if settings is LlamaConfig and known.get("head_dim") == _even_head_dim(raw):
+        del known["head_dim"]
     try:
         return settings(**known)
     except ValidationError as error:
         raise ConfigError(
             f"config.json does not describe a model that can be built: {error}"
         ) from error
+
+
+def _even_head_dim(raw: Mapping[str, Any]) -> int | None:
+    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:

@@ -38,8 +38,6 @@ def named_tensors(model: Decoder) -> dict[str, Tensor]:
             tensors[f"{name}.{index}.gate_proj.weight"] = gate
             tensors[f"{name}.{index}.up_proj.weight"] = up
             tensors[f"{name}.{index}.down_proj.weight"] = experts.down_proj[index].detach()
-    if model.config.family == "llama" and model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
     return tensors
 
 
@@ -108,8 +106,8 @@ def _load(files: list[Path], model: Decoder, *, ignored: list[str] | tuple[str, 
         for name, shape in _shapes(path).items():
             if not name.startswith(tuple(ignored)):
                 shapes[name], places[name] = shape, path
-    if model.config.family == "llama" and model.config.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
+    if model.lm_head is None:
+        shapes.pop("lm_head.weight", None)  # some writers repeat the embedding under this name
     _check(expected, shapes, files[0] if len(files) == 1 else files[0].parent)
     for path in files:
         with safe_open(path, framework="pt") as opened, torch.no_grad():

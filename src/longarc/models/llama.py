@@ -80,9 +80,11 @@ class Llama(Decoder):
         self.model = DecoderStack(
             config, [LlamaLayer(config, layer) for layer in range(config.num_hidden_layers)]
         )
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
 
     def cache_widths(self) -> dict[str, int]:
         """Return the widths of key and value rows."""

@@ -6,7 +6,7 @@ Shape letters: T padded rows, k experts per token, E experts.
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
@@ -124,7 +124,7 @@ class MixtureOfExperts(nn.Module):
 
 @torch.no_grad()
 def update_router_bias(
-    model: nn.Module, expert_counts: Float[Tensor, "moe_layers experts"], rate: float
+    model: nn.Module, expert_counts: Num[Tensor, "moe_layers experts"], rate: float
 ) -> None:
     """Move every router's bias towards balance: ``b += rate (d - mean d)``, ``d = sign(mean load - load)``.
 

@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
+from model_cases import sharpened, small_glm, small_llama
+
+
+@pytest.fixture
+def glm() -> Decoder:
+    return sharpened(build_model(small_glm(), seed=3))
+
+
+@pytest.fixture
+def llama() -> Decoder:
+    return sharpened(build_model(small_llama(), seed=3))
+
+
+@pytest.fixture(params=["glm", "llama"])
+def decoder(request) -> Decoder:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def make_ids():
+    generator = torch.Generator().manual_seed(5)
+    return lambda length: torch.randint(0, 64, (length,), generator=generator)

@@ -1,0 +1,118 @@
+import random
+
+import pytest
+import torch
+
+from longarc.errors import ContractError
+from longarc.models.layout import Layout
+from longarc.models.projection import token_logprobs
+
+
+def replay_in_random_company(model, documents, *, seed, max_length=96):
+    """Feed the documents to the cache in random pieces and batches; return their hidden states."""
+    rng = random.Random(seed)
+    cache = model.new_cache(len(documents) + 2, max_length)
+    slots = rng.sample(range(len(documents) + 2), len(documents))
+    done, hidden = [0] * len(documents), [[] for _ in documents]
+    while any(d < len(ids) for d, ids in zip(done, documents, strict=True)):
+        live = [i for i, ids in enumerate(documents) if done[i] < len(ids)]
+        chosen = rng.sample(live, rng.randint(1, len(live)))
+        counts = [
+            min(len(documents[i]) - done[i], rng.randint(2, 30) if done[i] == 0 else 1)
+            if rng.random() < 0.95
+            else min(len(documents[i]) - done[i], 7)
+            for i in chosen
+        ]
+        pieces = [documents[i][done[i] : done[i] + n] for i, n in zip(chosen, counts, strict=True)]
+        new = model.extend(
+            torch.cat(pieces), [slots[i] for i in chosen], [done[i] for i in chosen], counts, cache
+        )
+        for i, n, piece in zip(chosen, counts, new.split(counts), strict=True):
+            hidden[i].append(piece)
+            done[i] += n
+    return [torch.cat(pieces) for pieces in hidden]
+
+
+def test_sparse_decoding_in_any_company_is_bitwise_one_forward_pass(glm, make_ids):
+    documents = [make_ids(length) for length in (90, 61, 33, 14, 1)]
+    packed = glm(torch.cat(documents), Layout.documents(map(len, documents))).hidden
+    replayed = torch.cat(replay_in_random_company(glm, documents, seed=4))
+
+    assert torch.equal(replayed, packed)
+
+    targets = make_ids(len(packed))
+    trained, _ = token_logprobs(packed, glm.output_weight, targets, temperature=0.7)
+    sampled = [
+        token_logprobs(h, glm.output_weight, t, temperature=0.7, chunk_tokens=3)[0]
+        for h, t in zip(replayed.split(11), targets.split(11), strict=True)
+    ]
+    assert torch.equal(torch.cat(sampled), trained)
+
+
+def test_dense_decoding_in_any_company_agrees_with_one_forward_pass(llama, make_ids):
+    documents = [make_ids(length) for length in (70, 41, 14, 1)]
+    packed = llama(torch.cat(documents), Layout.documents(map(len, documents))).hidden
+    replayed = torch.cat(replay_in_random_company(llama, documents, seed=4))
+    torch.testing.assert_close(replayed, packed, rtol=0, atol=1e-4)
+
+
+def test_a_glm_model_decodes_dense_too(glm, make_ids):
+    ids = make_ids(40)
+    cache = glm.new_cache(2, 64)
+    first = glm.extend(ids[:30], [1], [0], [30], cache, attention="dense")
+    rest = [
+        glm.extend(ids[t : t + 1], [1], [t], [1], cache, attention="dense") for t in range(30, 40)
+    ]
+    packed = glm(ids, Layout.documents([40]), attention="dense").hidden
+    torch.testing.assert_close(torch.cat([first, *rest]), packed, rtol=0, atol=1e-4)
+
+
+def test_a_copied_prefix_is_as_good_as_a_computed_one(decoder, make_ids):
+    prompt, answers = make_ids(30), [make_ids(20), make_ids(20)]
+    cache = decoder.new_cache(4, 64)
+    decoder.extend(make_ids(60), [0], [0], [60], cache)  # leaves stale rows behind
+    decoder.extend(prompt, [3], [0], [30], cache)
+    cache.copy_prefix(3, 0, 30)
+    shared = decoder.extend(torch.cat(answers), [3, 0], [30, 30], [20, 20], cache)
+
+    for answer, got in zip(answers, shared.split(20), strict=True):
+        fresh = decoder.new_cache(1, 64)
+        whole = decoder.extend(torch.cat([prompt, answer]), [0], [0], [50], fresh)
+        torch.testing.assert_close(got, whole[30:], rtol=0, atol=1e-5)
+
+
+def test_rows_behind_the_end_do_not_matter(decoder, make_ids):
+    ids = make_ids(40)
+    clean, dirty = decoder.new_cache(2, 64), decoder.new_cache(2, 64)
+    decoder.extend(make_ids(120), [0, 1], [0, 0], [64, 56], dirty)
+    for cache in (clean, dirty):
+        decoder.extend(ids[:39], [1], [0], [39], cache)
+    alone = decoder.extend(ids[39:], [1], [39], [1], clean)
+    assert torch.equal(decoder.extend(ids[39:], [1], [39], [1], dirty), alone)
+
+
+@pytest.mark.parametrize(
+    ("slots", "starts", "counts", "message"),
+    [
+        ([0], [0], [3], "4 token ids do not fit counts that sum to 3"),
+        ([0, 0], [0, 2], [2, 2], "repeat"),
+        ([2], [0], [4], "slot 2 does not exist"),
+        ([1], [14], [4], "positions 14..18"),
+        ([0, 1], [0, 0], [4, 0], "gets 0 new tokens"),
+    ],
+)
+def test_tokens_that_do_not_fit_the_cache_are_refused(
+    llama, make_ids, slots, starts, counts, message
+):
+    with pytest.raises(ContractError, match=message):
+        llama.extend(make_ids(4), slots, starts, counts, llama.new_cache(2, 16))
+
+
+def test_a_cache_longer_than_the_context_is_refused(decoder):
+    with pytest.raises(ContractError, match="max_position_embeddings=256"):
+        decoder.new_cache(1, 257)
+
+
+def test_copying_rows_that_do_not_exist_is_refused(decoder):
+    with pytest.raises(ContractError, match="slot 7 does not exist"):
+        decoder.new_cache(2, 8).copy_prefix(0, 7, 4)
