@@ -64,7 +64,10 @@ class Section:
 
 def sections(kind: type[Settings]) -> list[Section]:
     """Return every section of a settings class, itself first, in order of first appearance."""
-    schema = Schema(kind)
+    return _sections(Schema(kind))
+
+
+def _sections(schema: Schema) -> list[Section]:
     found: dict[str, Section] = {}
     for place, tag, node in _walk(schema, schema.root, "", ""):
         name = node["title"]
@@ -95,16 +98,17 @@ def find_options(kind: type[Settings], name: str) -> list[Section]:
     Raises:
         ConfigError: nothing is called so; names what is near.
     """
-    every = sections(kind)
+    schema = Schema(kind)
+    every = _sections(schema)
     wanted = name.casefold()
     whole = [s for s in every if wanted in _names(s)]
     if whole:
-        return [_expanded(kind, section) for section in whole[:1]]
+        return [_expanded(schema, section) for section in whole[:1]]
     hits = []
     for section in every:
         options = tuple(
             option
-            for option in _expanded(kind, section).options
+            for option in _expanded(schema, section).options
             if f".{option.key}".casefold().endswith(f".{wanted}")
         )
         # A bare name is shown where it is defined, not once more under every place that nests it.
@@ -226,9 +230,8 @@ def _names(section: Section) -> set[str]:
     return {section.name.casefold(), *(tag.casefold() for tag in section.tags), *places}
 
 
-def _expanded(kind: type[Settings], section: Section) -> Section:
+def _expanded(schema: Schema, section: Section) -> Section:
     """Return a section whose nested tables are replaced by their own options, dotted."""
-    schema = Schema(kind)
     definitions: dict[str, Any] = {schema.root["title"]: schema.root} | {
         node["title"]: node for node in schema.root.get("$defs", {}).values() if "title" in node
     }

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from longarc.errors import ConfigError, boundary
 
-
 _KINDS_OF_CLASSES: Final[tuple[object, ...]] = (type, object, Callable)
 """Kinds that a class satisfies as it is."""
 

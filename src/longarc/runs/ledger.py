@@ -240,11 +240,11 @@ class Ledger(LedgerReader):
             difficulty=trajectory.difficulty,
             started_at_s=trajectory.started_at_s,
             duration_s=trajectory.duration_s,
-            error=trajectory.error,
+            error=_storable(trajectory.error),
             completed_at_s=self._clock(),
             sha256=body_sha256(body),
             disposition=disposition,
-            disposition_reason=reason,
+            disposition_reason=_storable(reason),
         )
         self._database.insert("payloads", sequence=sequence, payload=compress(body))
         self._database.execute("DELETE FROM turns WHERE session_id = ?", (trajectory.id,))
@@ -304,7 +304,7 @@ class Ledger(LedgerReader):
         changed = self._database.execute(
             "UPDATE trajectories SET disposition = ?, disposition_reason = ? "
             "WHERE id = ? AND disposition IS NULL",
-            (disposition, reason, trajectory_id),
+            (disposition, _storable(reason), trajectory_id),
         )
         if not changed:
             row = self.row(trajectory_id)
@@ -446,6 +446,11 @@ def _check_disposition(
         raise LedgerError(
             f"trajectory {trajectory_id!r} has a reason ({reason}) and no disposition"
         )
+
+
+def _storable(text: str | None) -> str | None:
+    """Spell out lone surrogates, which SQLite's UTF-8 cannot hold; the payload keeps the original."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _versions(segments: Iterable[Segment]) -> tuple[int | None, int | None]:

@@ -1,0 +1,52 @@
+"""Run a recipe, from its first stage or from where an earlier start stopped.
+
+Ctrl-C finishes the step in progress, saves and exits with 130; ``--resume`` goes on from there, as it
+does after a crash. ``--replay STAGE:STEP`` takes a recorded step again from its checkpoint and says
+whether the weights come out bit for bit the same.
+"""
+
+import argparse
+from pathlib import Path
+
+from longarc.cli._exit import ExitCode
+from longarc.cli._recipe import add_recipe_arguments, load_recipe
+
+SUMMARY = "run a recipe"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="D", help="where the run goes; runs/NAME by default"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where the run stopped")
+    parser.add_argument(
+        "--replay", metavar="STAGE:STEP", help="recompute one recorded step of a finished run"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the recipe and write the report."""
+    import asyncio
+
+    from longarc.pipeline.local import Interrupted, open_workspace, run_recipe
+    from longarc.pipeline.progress import ProgressLine
+    from longarc.pipeline.replay import replay_step
+    from longarc.pipeline.reporting import write_report
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    run_dir: Path = arguments.run_dir or Path("runs") / recipe.name
+    progress = ProgressLine()
+    if arguments.replay is not None:
+        return replay_step(recipe, run_dir, arguments.replay, say=progress.say)
+    with open_workspace(recipe, run_dir, resume=arguments.resume, progress=progress) as workspace:
+        try:
+            asyncio.run(run_recipe(workspace))
+        except Interrupted:
+            progress.say(
+                f"stopped and saved; go on with: longarc run {arguments.recipe} --run-dir {run_dir} --resume"
+            )
+            return ExitCode.INTERRUPTED
+    progress.say(f"report: {write_report(run_dir)}")
+    return ExitCode.OK

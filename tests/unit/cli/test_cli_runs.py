@@ -1,0 +1,143 @@
+import json
+import sqlite3
+
+import pytest
+
+from ledger_cases import make_admission, make_batch, make_group, make_report, make_trajectory
+from longarc.cli.main import main
+from longarc.runs.directory import RunDirectory
+from longarc.runs.metrics import open_sinks
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "runs" / "a", seed=1)
+
+
+def make_run(path, *, seed):
+    recipe = {"name": "tiny", "seed": seed, "stages": {"rl": {"num_steps": 1}, "eval": {}}}
+    with (
+        RunDirectory.create(path, recipe=recipe, seeds={"run": seed}) as run,
+        run.open_ledger() as ledger,
+    ):
+        admissions = [make_admission(0, member) for member in range(2)]
+        ledger.admit(admissions)
+        trajectories = [make_trajectory(admission) for admission in admissions]
+        for trajectory in trajectories:
+            ledger.complete(trajectory)
+        batch = make_batch([make_group(trajectories)])
+        ledger.commit_step(batch, make_report(batch))
+        sink = open_sinks(path, [], run_name="tiny", recipe=recipe)
+        sink.write(stage="rl", step=0, values={"loss/policy": 0.5 + seed})
+        sink.close()
+        writer = run.stage("rl").writer(keep_last=1)
+        checkpoint = writer.write(
+            lambda directory: (directory / "model.safetensors").write_bytes(b"w"),
+            kind="policy",
+            stage="rl",
+            step=1,
+            policy_version=1,
+            model={},
+            tokenizer_sha256=None,
+        )
+        run.stage("rl").set_final(checkpoint)
+    return path
+
+
+def test_runs_are_listed_with_how_far_they_are(run, capsys):
+    assert main(["runs", "list", str(run.parent)]) == 0
+    assert capsys.readouterr().out == f"{run}: tiny, 1 of 2 stages done\n"
+
+
+def test_a_directory_without_runs_says_so(tmp_path, capsys):
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
+
+
+def test_a_run_is_summarised(run, capsys):
+    assert main(["runs", "show", str(run)]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "tiny, seed 1",
+        "rl: done, newest checkpoint step-000001",
+        "1 recorded steps",
+        "dispositions: trained 2",
+        "loss/policy = 1.5",
+        "eval: waiting",
+    ):
+        assert part in text
+
+
+def test_a_summary_is_json_on_demand(run, capsys):
+    main(["runs", "show", str(run), "--json"])
+    stage = json.loads(capsys.readouterr().out)["stages"]["rl"]
+    assert stage["outcomes"] == {"completed": 2}
+    assert stage["metrics"] == {"loss/policy": 1.5}
+
+
+def test_a_trajectory_is_printed_token_by_token(run, capsys):
+    trajectory = make_trajectory(make_admission(0, 1))
+    assert main(["runs", "show", str(run), trajectory.id]) == 0
+    text = capsys.readouterr().out
+    assert "rl/0/1/0: task files/train/0, completed, reward 1" in text
+    assert "trained, step 0 of rl x 1" in text
+    assert "(calls bash) {'cmd': 'cat a.txt'}" in text
+    lines = [line for line in text.splitlines() if line.startswith("   ")]
+    assert len(lines) == 12
+    segment = trajectory.segments[0]
+    assert lines[0].split() == ["0", str(segment.token_ids[0]), "."]
+    logprob = f"{segment.behaviour_logprobs[5]:.5f}"
+    assert lines[5].split() == ["5", str(segment.token_ids[5]), "T", logprob, "v0"]
+
+
+def test_a_trajectory_is_json_on_demand(run, capsys):
+    main(["runs", "show", str(run), "rl/0/0/0", "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["disposition"] == "trained"
+    assert shown["uses"] == [{"stage": "rl", "step": 0, "multiplicity": 1}]
+    assert len(shown["segments"][0]["behaviour_logprobs"]) == 12
+
+
+def test_an_unknown_trajectory_ends_with_4_and_names_some(run, capsys):
+    assert main(["runs", "show", str(run), "0/1"]) == 4
+    assert "there are 'rl/0/1/0'" in capsys.readouterr().err
+
+
+def test_a_clean_audit_ends_with_0(run, capsys):
+    assert main(["runs", "audit", str(run)]) == 0
+    assert "2 trajectories, 2 uses in 1 steps: every promise holds" in capsys.readouterr().out
+
+
+def test_an_audit_that_finds_something_ends_with_1(run, capsys):
+    connection = sqlite3.connect(run / "ledger.sqlite")
+    with connection:
+        connection.execute("DELETE FROM uses WHERE trajectory_id = 'rl/0/0/0'")
+    connection.close()
+    assert main(["runs", "audit", str(run)]) == 1
+    assert "found: trajectory rl/0/0/0 is trained, but no step used it" in capsys.readouterr().out
+    assert main(["runs", "audit", str(run), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_a_damaged_ledger_ends_with_4(run, capsys):
+    (run / "ledger.sqlite").write_bytes(b"no database, but long enough to be read as one" * 9)
+    assert main(["runs", "audit", str(run)]) == 4
+    assert capsys.readouterr().err.startswith("LedgerError: ")
+
+
+def test_a_directory_that_is_no_run_ends_with_2(tmp_path, capsys):
+    assert main(["runs", "show", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_two_runs_are_compared_by_recipe_and_result(run, tmp_path, capsys):
+    other = make_run(tmp_path / "runs" / "b", seed=2)
+    assert main(["runs", "diff", str(run), str(other)]) == 0
+    text = capsys.readouterr().out
+    assert "recipe:\n  seed: 1 -> 2" in text
+    assert "rl.loss/policy: 1.5 -> 2.5" in text
+
+
+def test_a_run_compared_with_itself_is_equal(run, capsys):
+    main(["runs", "diff", str(run), str(run)])
+    assert capsys.readouterr().out == "recipe: equal\nenvironment: equal\nlast metrics: equal\n"
