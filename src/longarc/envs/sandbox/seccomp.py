@@ -5,12 +5,15 @@
     architecture wrong -> kill      x32 number -> ENOSYS
     number in DENIED   -> errno     clone with a namespace flag -> EPERM, other clone -> allow
     socket family not AF_UNIX, AF_INET, AF_INET6 -> EAFNOSUPPORT      ioctl TIOCSTI, TIOCLINUX -> EPERM
-    prlimit64 on another process -> EPERM                             anything else -> allow
+    prlimit64 on another process -> EPERM
+    priority, scheduler or affinity of process 1, or of a group or user -> EPERM
+    anything else -> allow
 
 Namespaces already confine a box; this list closes what they do not cover: families that ignore the
 network namespace (AF_VSOCK, netlink), the kernel's larger attack surfaces (io_uring, bpf, perf,
 userfaultfd, keyrings), memory that no process limit counts (memfd, System V shared memory), and
-inotify, which on the shared /usr tells one box what another one opens.
+inotify, which on the shared /usr tells one box what another one opens. Process 1 enforces the time
+limits; an agent that could make it slow could turn its own time-outs into crashes of the environment.
 
 Source: numbers from the Linux system call tables (``arch/x86/entry/syscalls``, ``asm-generic``).
 """
@@ -44,6 +47,15 @@ AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 CLONE, CLONE3 = Numbers(56, 220), Numbers(435, 435)
 IOCTL, SOCKET, PRLIMIT64 = Numbers(16, 29), Numbers(41, 198), Numbers(302, 261)
+SETPRIORITY, IOPRIO_SET = Numbers(141, 140), Numbers(251, 30)
+SCHEDULING = {
+    "sched_setparam": Numbers(142, 118),
+    "sched_setscheduler": Numbers(144, 119),
+    "sched_setaffinity": Numbers(203, 122),
+    "sched_setattr": Numbers(314, 274),
+}
+PRIO_PROCESS, IOPRIO_WHO_PROCESS = 0, 1
+SERVER_PID = 1
 
 DENIED = {
     "ptrace": Numbers(101, 117),
@@ -112,7 +124,9 @@ ABSENT = {
     "memfd_create": Numbers(319, 279),
     "memfd_secret": Numbers(447, 447),
     "shmget": Numbers(29, 194),
+    "semget": Numbers(64, 190),
     "msgget": Numbers(68, 186),
+    "mq_open": Numbers(240, 180),
     "inotify_init": Numbers(253, None),
     "inotify_init1": Numbers(294, 26),
 }
@@ -154,6 +168,12 @@ def seccomp_program(machine: str | None = None) -> bytes:
         number(SOCKET), ARGUMENT_0, _only(AF_UNIX, AF_INET, AF_INET6, code=EAFNOSUPPORT)
     )
     program += _argument_rule(number(PRLIMIT64), ARGUMENT_0, _only(0, code=EPERM))
+    for call in SCHEDULING.values():
+        program += _argument_rule(number(call), ARGUMENT_0, _not_in(SERVER_PID))
+    for call, kind in ((SETPRIORITY, PRIO_PROCESS), (IOPRIO_SET, IOPRIO_WHO_PROCESS)):
+        other = _not_in(SERVER_PID)
+        rule = [_op(JUMP_EQUAL, kind, 1, 0), _op(RETURN, ERRNO | EPERM), _op(LOAD, ARGUMENT_1)]
+        program += _argument_rule(number(call), ARGUMENT_0, rule + other)
     return b"".join([*program, _op(RETURN, ALLOW)])
 
 

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from longarc.envs.sandbox.seccomp import ABSENT, DENIED, seccomp_program
+from longarc.envs.sandbox.seccomp import (
+    ABSENT,
+    CLONE,
+    DENIED,
+    IOCTL,
+    IOPRIO_SET,
+    PRLIMIT64,
+    SCHEDULING,
+    SETPRIORITY,
+    SOCKET,
+    seccomp_program,
+)
 from longarc.errors import ResourceError
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -92,6 +103,15 @@ def test_the_x32_numbers_of_x86_64_do_not_exist():
         ("socket", (40, 1), errno(97)),
         ("prlimit64", (0, 7), ALLOW),
         ("prlimit64", (1, 0), errno(1)),
+        ("sched_setaffinity", (0, 8), ALLOW),
+        ("sched_setaffinity", (7, 8), ALLOW),
+        ("sched_setaffinity", (1, 8), errno(1)),
+        ("setpriority", (0, 0), ALLOW),
+        ("setpriority", (0, 1), errno(1)),
+        ("setpriority", (2, 0), errno(1)),
+        ("ioprio_set", (1, 0), ALLOW),
+        ("ioprio_set", (1, 1), errno(1)),
+        ("ioprio_set", (3, 0), errno(1)),
     ],
 )
 def test_some_calls_depend_on_an_argument(machine, call, arguments, verdict):
@@ -100,6 +120,9 @@ def test_some_calls_depend_on_an_argument(machine, call, arguments, verdict):
         "ioctl": (16, 29),
         "socket": (41, 198),
         "prlimit64": (302, 261),
+        "sched_setaffinity": (203, 122),
+        "setpriority": (141, 140),
+        "ioprio_set": (251, 30),
     }[call][index(machine)]
     program = seccomp_program(machine)
     assert run(program, number=number, arch=AUDIT[machine], arguments=arguments) == verdict
@@ -110,7 +133,9 @@ def test_the_numbers_are_those_of_the_kernel_headers(machine):
         pytest.skip(f"{HEADERS[machine]} is not installed")
     text = HEADERS[machine].read_text()
     known = {name: int(value) for name, value in re.findall(r"#define __NR_(\w+)\s+(\d+)", text)}
-    for name, numbers in {**DENIED, **ABSENT}.items():
+    rules = {"setpriority": SETPRIORITY, "ioprio_set": IOPRIO_SET, "clone": CLONE, "ioctl": IOCTL}
+    rules |= {"socket": SOCKET, "prlimit64": PRLIMIT64}
+    for name, numbers in {**DENIED, **ABSENT, **SCHEDULING, **rules}.items():
         if numbers[index(machine)] is not None and name in known:
             assert known[name] == numbers[index(machine)], name
     assert len([name for name in {**DENIED, **ABSENT} if name in known]) > 50
