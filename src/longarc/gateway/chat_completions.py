@@ -81,6 +81,13 @@ class _Tool(_Wire):
     function: _Function
 
 
+class _Thinking(_Wire):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["enabled", "disabled"]
+    clear_thinking: Literal[False] | None = None
+
+
 class _Request(_Wire):
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -94,6 +101,8 @@ class _Request(_Wire):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = None
     logprobs: bool | None = None
+    thinking: _Thinking | None = None
+    """GLM's own extension of the dialect; reasoning of earlier turns is always kept."""
 
 
 _WITHOUT_EFFECT: Final = frozenset(
@@ -125,6 +134,7 @@ class ChatRequest:
     temperature: float | None
     top_p: float | None
     seed: int | None
+    thinking: bool | None
     wants_logprobs: bool
 
 
@@ -157,6 +167,7 @@ def read_request(body: bytes) -> ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         seed=request.seed,
+        thinking=None if request.thinking is None else request.thinking.type == "enabled",
         wants_logprobs=bool(request.logprobs),
     )
 
@@ -220,6 +231,7 @@ _FIELD_NAMES: Final = frozenset(
         _CallFunction,
         _Tool,
         _Function,
+        _Thinking,
     )
     for name in model.model_fields
 )

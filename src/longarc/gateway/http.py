@@ -45,7 +45,7 @@ class HttpSettings:
     model: str = "longarc"
     """Name under ``/v1/models``; requests may name any model."""
     honours_sampling: bool = False
-    """Whether a request's temperature, top_p and seed count. In a rollout they do not: the run decides
+    """Whether a request's temperature, top_p, seed and thinking count. In a rollout they do not: the run decides
     how its policy is sampled, and an agent program does not know that it is being trained."""
     max_body_bytes: int = 32 << 20
     """Longest request body [bytes]."""
@@ -96,7 +96,8 @@ class _Door:
         try:
             session = self._session(request)
             body = await _body(request, max_bytes=self._settings.max_body_bytes)
-            return await _until_hang_up(request, self._answered(session, body))
+            work = self._answered(session, body, is_retry=_is_retry(request))
+            return await _until_hang_up(request, work)
         except WireError as error:
             return _error(error)
         except ClientDisconnect:
@@ -129,11 +130,11 @@ class _Door:
             path_key=request.path_params.get("key"), bearer=_shown_key(request)
         )
 
-    async def _answered(self, session: GatewaySession, body: bytes) -> Response:
+    async def _answered(self, session: GatewaySession, body: bytes, *, is_retry: bool) -> Response:
         """Answer a body; whatever goes wrong becomes a response."""
         try:
             with boundary(ContractError, "answering a chat completion"):
-                return _json(await self._complete(session, body))
+                return _json(await self._complete(session, body, is_retry=is_retry))
         except WireError as error:
             return _error(error)
         except LongArcError as error:
@@ -141,7 +142,9 @@ class _Door:
                 _log.exception("a request of session %s failed", session.settings.session_id)
             return _error(_as_wire(error))
 
-    async def _complete(self, session: GatewaySession, body: bytes) -> dict[str, Any]:
+    async def _complete(
+        self, session: GatewaySession, body: bytes, *, is_retry: bool
+    ) -> dict[str, Any]:
         chat = read_request(body)
         try:
             answer = await session.answer(
@@ -150,6 +153,8 @@ class _Door:
                 max_new_tokens=chat.max_new_tokens,
                 tool_choice=chat.tool_choice,
                 sampling=self._sampling(session, chat),
+                thinking=chat.thinking if self._settings.honours_sampling else None,
+                is_retry=is_retry,
             )
         except ContextExhausted as error:
             raise WireError(
@@ -180,6 +185,11 @@ def _shown_key(request: Request) -> str | None:
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return request.headers.get("x-api-key") or None
+
+
+def _is_retry(request: Request) -> bool:
+    """Whether the client says that it sends this again (the SDKs count their retries in a header)."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 async def _body(request: Request, *, max_bytes: int) -> bytes:

@@ -72,8 +72,8 @@ class GatewaySession:
         self._on_close = on_close
         self._tree = SessionTree(settings.session_id)
         self._is_closed = False
-        self._num_asked = 0
-        self._opening: tuple[tuple[ToolSpec, ...], bytes] | None = None
+        self._num_running = 0
+        self._opening: tuple[tuple[ToolSpec, ...], bool, bytes] | None = None
         self._last: tuple[bytes, list[Message], list[bytes]] = (b"", [], [])
 
     @property
@@ -110,6 +110,8 @@ class GatewaySession:
         max_new_tokens: int | None = None,
         tool_choice: Literal["auto", "none"] = "auto",
         sampling: Sampling | None = None,
+        thinking: bool | None = None,
+        is_retry: bool = False,
     ) -> Answer:
         """Answer a conversation.
 
@@ -120,6 +122,9 @@ class GatewaySession:
             tool_choice: ``none`` keeps the tools in the prompt, so that its ids stay the same, and
                 leaves calls out of the answer.
             sampling: replaces the session's distribution for this turn, its seed taken as it is.
+            thinking: replaces the session's choice for this turn.
+            is_retry: the client asks again because it saw no answer; if the newest turn answers this
+                conversation, it is returned and nothing is sampled twice.
 
         Raises:
             ContextExhausted: there is no room for another turn.
@@ -131,19 +136,21 @@ class GatewaySession:
         self._check_open()
         if not messages:
             raise ConfigError("a conversation needs at least one message, got none")
-        keys = self._keys(messages, tools)
+        thinks = self._settings.thinking if thinking is None else thinking
+        keys = self._keys(messages, tuple(tools), thinking=thinks)
+        if is_retry and (repeated := self._newest_answer_to(messages, keys[-1])) is not None:
+            return repeated
         parent, num_matched = self._tree.match(messages, keys)
         stored = self._tree.ids(parent)
-        prompt = stored + self._unstored(messages, tools, parent=parent, num_matched=num_matched)
-        completion = await collect(
-            self._engine,
-            tuple(prompt),
-            self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt)),
-            session_id=self._settings.session_id,
-            check=self._check_open,
+        if parent is None:
+            prompt = self._whole_prompt(messages, tools, thinking=thinks)
+        else:
+            prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
+        wanted = self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt))
+        completion = await self._sample(prompt, wanted)
+        message = self._message(
+            completion, tools, thinking=thinks, keeps_calls=tool_choice == "auto"
         )
-        self._check_open()
-        message = self._message(completion, tools, keeps_calls=tool_choice == "auto")
         node = Node(
             index=self.num_turns,
             parent=None if parent is None else parent.index,
@@ -186,7 +193,6 @@ class GatewaySession:
             node = decode_turn(payload)
             self._tree.add(node)
             self._tree.ids(node)
-        self._num_asked = self.num_turns
 
     async def close(self) -> None:
         """Revoke the session; running and later calls raise ``SessionClosed``. Closing twice is allowed."""
@@ -201,9 +207,11 @@ class GatewaySession:
                 f"came too late"
             )
 
-    def _keys(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[bytes]:
+    def _keys(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], *, thinking: bool
+    ) -> list[bytes]:
         """Return the identity of each prefix; what equals the last request is not hashed again."""
-        opening = self._opening_key(tuple(tools))
+        opening = self._opening_key(tools, thinking=thinking)
         last_opening, last_messages, last_keys = self._last
         keys: list[bytes] = []
         if opening == last_opening:
@@ -216,36 +224,54 @@ class GatewaySession:
         self._last = (opening, list(messages), keys)
         return keys
 
-    def _opening_key(self, tools: tuple[ToolSpec, ...]) -> bytes:
-        if self._opening is None or self._opening[0] != tools:
-            ids = self._format.render(
-                (), tools, thinking=self._settings.thinking, add_generation_prompt=False
-            ).token_ids
-            self._opening = (tools, opening_key(self._format.name, ids))
-        return self._opening[1]
+    def _opening_key(self, tools: tuple[ToolSpec, ...], *, thinking: bool) -> bytes:
+        """Return the key of what stands before the first message; it is the same for most requests."""
+        if self._opening is None or self._opening[:2] != (tools, thinking):
+            chat = self._format.render((), tools, thinking=thinking, add_generation_prompt=False)
+            key = opening_key(self._format.name, chat.token_ids)
+            self._opening = (tools, thinking, key)
+        return self._opening[2]
 
-    def _unstored(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        *,
-        parent: Node | None,
-        num_matched: int,
+    def _newest_answer_to(self, messages: Sequence[Message], key: bytes) -> Answer | None:
+        node = self._tree.nodes[-1] if self._tree.nodes else None
+        if (
+            node is None
+            or node.num_messages != len(messages) + 1
+            or node.key != next_key(key, node.message)
+        ):
+            return None
+        num_prompt_tokens = len(self._tree.ids(node)) - len(node.sampled_ids)
+        return Answer(turn=_turn(node, num_prompt_tokens=num_prompt_tokens), node=node)
+
+    def _whole_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> "array[int]":
-        """Render what the matched turn's ids do not hold yet, up to the opening of the next answer."""
-        thinking = self._settings.thinking
-        if parent is None:
-            chat = self._format.render(
-                messages, tools, thinking=thinking, clear_thinking=False, add_generation_prompt=True
-            )
-            return id_array(chat.token_ids)
-        last_id = parent.sampled_ids[-1]
-        tail = self._format.render_tail(
-            messages[num_matched:],
-            previous_stop_id=last_id if last_id in self._format.stop_ids else None,
-            thinking=thinking,
+        chat = self._format.render(
+            messages, tools, thinking=thinking, clear_thinking=False, add_generation_prompt=True
         )
-        return id_array(tail)
+        return id_array(chat.token_ids)
+
+    def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
+        last_id = parent.sampled_ids[-1]
+        stop_id = last_id if last_id in self._format.stop_ids else None
+        return id_array(
+            self._format.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
+        )
+
+    async def _sample(self, prompt: "array[int]", sampling: Sampling) -> Completion:
+        self._num_running += 1
+        try:
+            completion = await collect(
+                self._engine,
+                tuple(prompt),
+                sampling,
+                session_id=self._settings.session_id,
+                check=self._check_open,
+            )
+        finally:
+            self._num_running -= 1
+        self._check_open()
+        return completion
 
     def _turn_sampling(
         self, sampling: Sampling | None, max_new_tokens: int | None, *, num_prompt_tokens: int
@@ -265,8 +291,8 @@ class GatewaySession:
                 f"turn needs at least {least}"
             )
         if seed is not None:
-            seed = _turn_seed(seed, self._num_asked)
-        self._num_asked += 1
+            # Requests in flight count, or two of them would sample the same answer.
+            seed = _turn_seed(seed, self.num_turns + self._num_running)
         return replace(
             sampling,
             max_new_tokens=min(wanted, room),
@@ -275,13 +301,18 @@ class GatewaySession:
         )
 
     def _message(
-        self, completion: Completion, tools: Sequence[ToolSpec], *, keeps_calls: bool
+        self,
+        completion: Completion,
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+        keeps_calls: bool,
     ) -> Message:
         session = hashlib.blake2b(self._settings.session_id.encode(), digest_size=6).hexdigest()
         message = self._format.parse(
             completion.sampled_ids,
             tools,
-            thinking=self._settings.thinking,
+            thinking=thinking,
             call_id_prefix=f"call_{session}_{self.num_turns}",
         ).message
         return message if keeps_calls else replace(message, tool_calls=())

@@ -189,7 +189,10 @@ async def test_a_rollout_is_sampled_as_the_run_decides_and_a_served_model_as_the
             temperature=0,
             top_p=0.5,
             seed=11,
+            extra_body={"thinking": {"type": "disabled"}},
         )
+    prompt = text_of(door.engine.requests[0].prompt_ids)
+    assert prompt.endswith("</think>" if honours else "<think>")
     got = door.engine.requests[0].sampling
     asked = (got.temperature, got.top_p, got.seed)
     assert asked == ((0, 0.5, 11) if honours else (0.7, 1.0, None))
@@ -214,6 +217,8 @@ async def test_a_rollout_is_sampled_as_the_run_decides_and_a_served_model_as_the
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temperature": "hot"}, "temperature"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "clear_thinking": True}}, "thinking.clear_thinking"),
     ],
 )
 async def test_what_is_not_supported_or_wrong_is_a_400_that_names_the_field(more, param):
@@ -306,6 +311,16 @@ async def test_a_closed_session_is_404_and_unknown_paths_answer_in_the_dialect()
     assert unknown.status_code == 404
     assert unknown.json()["error"]["message"].startswith("POST /v1/responses")
     assert method.status_code == 405
+
+
+async def test_a_retry_of_the_sdk_is_not_sampled_again():
+    door = Door(FakeEngine([DONE, LOOK]))
+    async with door.raw() as client:
+        chat = "/v1/chat/completions"
+        lost = await client.post(chat, json=chat_body())
+        again = await client.post(chat, json=chat_body(), headers={"x-stainless-retry-count": "1"})
+    assert again.json()["choices"] == lost.json()["choices"]
+    assert len(door.engine.requests) == 1
 
 
 async def test_too_long_bodies_and_too_many_requests_are_refused():

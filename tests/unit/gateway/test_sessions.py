@@ -400,3 +400,57 @@ async def test_parallel_calls_of_one_session_are_recorded_as_they_end():
     session = opened(engine)
     await asyncio.gather(session.chat([user("a")]), session.chat([user("b")]))
     assert [s.order for s in session.segments()] == [0, 1]
+
+
+async def test_a_retry_gets_the_answer_that_was_lost_and_a_new_question_does_not():
+    engine = FakeEngine([LOOK, DONE])
+    session = opened(engine)
+    first = await session.answer([user("q")], tools=[BASH], is_retry=True)
+    again = await session.answer([user("q")], tools=[BASH], is_retry=True)
+    assert again == first
+    history = [user("q"), first.turn.message, tool("x")]
+    await session.answer(history, tools=[BASH], is_retry=True)
+    assert len(engine.requests) == 2
+
+
+async def test_the_same_question_without_a_retry_is_another_sample():
+    engine = FakeEngine([LOOK, DONE])
+    session = opened(engine, sampling=Sampling(max_new_tokens=99, seed=1))
+    await session.chat([user("q")])
+    await session.chat([user("q")])
+    assert len(session.segments()) == 2
+    assert engine.requests[0].sampling.seed != engine.requests[1].sampling.seed
+
+
+async def test_a_turn_may_go_without_thinking_in_the_same_segment():
+    engine = FakeEngine([DONE, sampled("at once<|user|>")])
+    session = opened(engine)
+    first = await session.answer([user("q")])
+    history = [user("q"), first.turn.message, user("quick!")]
+    second = await session.answer(history, thinking=False)
+    assert text_of(engine.requests[1].prompt_ids).endswith("quick!<|assistant|></think>")
+    assert (second.turn.message.reasoning, second.turn.message.content) == (None, "at once")
+    assert len(session.segments()) == 1
+
+
+async def test_restoring_a_session_that_has_turns_is_refused():
+    session = opened(FakeEngine([LOOK]))
+    await session.chat([user("q")])
+    with pytest.raises(ContractError, match="already has 1 turns"):
+        session.restore(session.payloads())
+
+
+async def test_arguments_beyond_64_bits_survive_the_log():
+    big = sampled(
+        "</think><tool_call>f<arg_key>n</arg_key><arg_value>123456789012345678901234567890</arg_value>"
+        '<arg_key>a</arg_key><arg_value>[1.5, [2.0], {"k": null}]</arg_value></tool_call><|observation|>'
+    )
+    session = opened(FakeEngine([big, DONE]))
+    first = await session.chat([user("q")])
+    assert first.message.tool_calls[0].arguments["n"] == 123456789012345678901234567890
+    await session.chat([user("q"), first.message, tool("x")])
+    restored = Gateway(FakeEngine([]), FORMAT).restore(
+        "s", session.payloads(), sampling=SAMPLING, thinking=True, max_context_tokens=4096
+    )
+    assert restored.segments() == session.segments()
+    assert len(restored.segments()) == 1
