@@ -3,6 +3,7 @@
 // Dense decode, sparse decode, and both in training call the same function, so they give the same bits.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "select.h"
@@ -125,19 +126,34 @@ LONGARC_ONE_COPY void attend_heads(const float* q, int64_t q_stride, const Keys&
                                   out_stride, int(keys.value_dim - d < LANES ? keys.value_dim - d : LANES));
 }
 
-// All query heads of one query that share the keys; stats has one entry per head.
-inline void attend(const float* q, int64_t q_stride, int64_t num_heads, const Keys& keys, float* out,
-                   int64_t out_stride, SoftmaxStats* stats, std::vector<float>& scratch) {
-    scratch.resize(GROUP * scores_stride(keys.num));
+struct AttendScratch {
+    std::vector<float> q, scores;
+    std::vector<SoftmaxStats> stats;
+};
+
+// All query heads [head][dim] of one query that share the keys, scaled here; out is [head][value_dim].
+// Leaves softmax statistics in scratch.stats; adds the probabilities of all heads to `mass` if there is one.
+inline void attend(const float* q, float scale, int64_t num_heads, const Keys& keys, float* out,
+                   AttendScratch& scratch, float* mass = nullptr) {
+    const int64_t stride = scores_stride(keys.num), dim = keys.dim;
+    if (int64_t(scratch.scores.size()) < GROUP * stride) scratch.scores.resize(GROUP * stride);
+    scratch.q.resize(num_heads * dim);
+    scratch.stats.resize(num_heads);
+    for (int64_t i = 0; i < num_heads * dim; i++) scratch.q[i] = q[i] * scale;
     for (int64_t h = 0; h < num_heads; h += GROUP) {
-        const float* q_h = q + h * q_stride;
-        float* out_h = out + h * out_stride;
-        switch (num_heads - h) {
-            case 1: attend_heads<1>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data()); break;
-            case 2: attend_heads<2>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data()); break;
-            case 3: attend_heads<3>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data()); break;
-            default: attend_heads<4>(q_h, q_stride, keys, out_h, out_stride, stats + h, scratch.data());
+        const float* q_h = scratch.q.data() + h * dim;
+        float *out_h = out + h * keys.value_dim, *scores = scratch.scores.data();
+        SoftmaxStats* stats = scratch.stats.data() + h;
+        const int64_t heads = std::min<int64_t>(GROUP, num_heads - h);
+        switch (heads) {
+            case 1: attend_heads<1>(q_h, dim, keys, out_h, keys.value_dim, stats, scores); break;
+            case 2: attend_heads<2>(q_h, dim, keys, out_h, keys.value_dim, stats, scores); break;
+            case 3: attend_heads<3>(q_h, dim, keys, out_h, keys.value_dim, stats, scores); break;
+            default: attend_heads<4>(q_h, dim, keys, out_h, keys.value_dim, stats, scores);
         }
+        if (mass)
+            for (int64_t i = 0; i < heads; i++)
+                for (int64_t j = 0; j < keys.num; j++) mass[j] += scores[i * stride + j] * stats[i].factor;
     }
 }
 
@@ -146,15 +162,33 @@ struct Gathered {
     std::vector<float> blocked, rows;
     int64_t stride = 0;
 
-    void gather(const float* table, int64_t table_stride, const int32_t* index, int64_t num, int64_t dim) {
+    template <class Index>
+    void gather(const float* table, int64_t table_stride, const Index* index, int64_t num, int64_t dim) {
         stride = round_up(dim, LANES);
-        blocked.resize(round_up(num, 2 * LANES) * dim);
-        rows.resize(num * stride);
-        for (int64_t j = 0; j < num; j++) {
-            const float* from = table + (index ? index[j] : j) * table_stride;
-            std::memcpy(&rows[j * stride], from, sizeof(float) * dim);
-            write_blocked(blocked.data(), j, from, dim);
+        const int64_t padded = round_up(num, LANES);
+        if (int64_t(blocked.size()) < padded * stride) {
+            blocked.resize(padded * stride);
+            rows.resize(padded * stride);
         }
+        for (int64_t j = 0; j < num; j++)
+            for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(table + index[j] * table_stride + d);
+        for (int64_t j = 0; j < num; j++) {
+            const float* from = table + index[j] * table_stride;
+            over_vectors(dim, [&](int64_t d, int count) { store(&rows[j * stride + d], load_upto(from + d, count)); });
+        }
+        block(num, dim);
+    }
+
+    // Fills `blocked` from `rows`; rows behind the end may hold anything finite.
+    void block(int64_t num, int64_t dim) {
+        for (int64_t first = 0; first < num; first += LANES)
+            for (int64_t d = 0; d < dim; d += LANES) {
+                Vec square[LANES];
+                for (int r = 0; r < LANES; r++)
+                    square[r] = first + r < num ? load(&rows[(first + r) * stride + d]) : Vec{};
+                transpose(square);
+                for (int r = 0; r < LANES && d + r < dim; r++) store(&blocked[first * dim + (d + r) * LANES], square[r]);
+            }
     }
 };
 

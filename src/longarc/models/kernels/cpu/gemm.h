@@ -36,7 +36,8 @@ inline void pack(const float* weight, int64_t out_stride, int64_t in_stride, int
 
 enum class Store { SET, ADD };
 
-template <int ROWS, int VECS, Store MODE>
+// With ACROSS the summed index runs down the rows of x and a row of the product is a column of x.
+template <int ROWS, int VECS, Store MODE, bool ACROSS>
 inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t num_in, float* y, int64_t y_stride,
                  int64_t num_columns) {
     Vec sums[ROWS][VECS];
@@ -50,7 +51,7 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t n
         for (int v = 0; v < VECS; v++) w[v] = load(panel + k * PANEL + v * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            const Vec a = splat(x[r * x_stride + k]);
+            const Vec a = splat(ACROSS ? x[k * x_stride + r] : x[r * x_stride + k]);
 #pragma GCC unroll 2
             for (int v = 0; v < VECS; v++) sums[r][v] += a * w[v];
         }
@@ -66,11 +67,11 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t n
         }
 }
 
-template <int VECS, Store MODE>
+template <int VECS, Store MODE, bool ACROSS>
 inline void tile_of(int rows, const float* x, int64_t x_stride, const float* panel, int64_t num_in, float* y,
                     int64_t y_stride, int64_t num_columns) {
 #define LONGARC_TILE(N) \
-    case N: return tile<N, VECS, MODE>(x, x_stride, panel, num_in, y, y_stride, num_columns)
+    case N: return tile<N, VECS, MODE, ACROSS>(x, x_stride, panel, num_in, y, y_stride, num_columns)
     switch (rows) {
         LONGARC_TILE(1);
         LONGARC_TILE(2);
@@ -90,14 +91,14 @@ inline void tile_of(int rows, const float* x, int64_t x_stride, const float* pan
 #undef LONGARC_TILE
 }
 
-// y (+)= x w^T for packed w. Rows are split into tiles of nearly equal height.
-template <Store MODE = Store::SET>
+// y (+)= x w^T for packed w; with ACROSS y (+)= x^T w^T. Rows are split into tiles of nearly equal height.
+template <Store MODE = Store::SET, bool ACROSS = false>
 inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, int64_t x_stride,
                  const float* packed, float* y, int64_t y_stride) {
     if (num_rows == 0) return;
     const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    // A block of rows stays in the first cache level while all panels pass over it.
-    const int64_t block_tiles = std::max<int64_t>(1, 8192 / (num_in * TILE_ROWS) * 4);
+    // A block of rows stays in the first cache levels while all panels pass over it.
+    const int64_t block_tiles = std::max<int64_t>(1, 32768 / (num_in * TILE_ROWS));
     for (int64_t first_tile = 0; first_tile < num_tiles; first_tile += block_tiles) {
         const int64_t last_tile = std::min(num_tiles, first_tile + block_tiles);
         for (int64_t column = 0; column < num_out; column += PANEL) {
@@ -105,14 +106,39 @@ inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float*
             for (int64_t t = first_tile; t < last_tile; t++) {
                 const int64_t row = num_rows * t / num_tiles;
                 const int rows = int(num_rows * (t + 1) / num_tiles - row);
+                const float* from = ACROSS ? x + row : x + row * x_stride;
+                float* to = y + row * y_stride + column;
                 if (num_out - column <= LANES)
-                    tile_of<1, MODE>(rows, x + row * x_stride, x_stride, panel, num_in, y + row * y_stride + column,
-                                     y_stride, num_out - column);
+                    tile_of<1, MODE, ACROSS>(rows, from, x_stride, panel, num_in, to, y_stride, num_out - column);
                 else
-                    tile_of<2, MODE>(rows, x + row * x_stride, x_stride, panel, num_in, y + row * y_stride + column,
-                                     y_stride, num_out - column);
+                    tile_of<2, MODE, ACROSS>(rows, from, x_stride, panel, num_in, to, y_stride, num_out - column);
             }
         }
+    }
+}
+
+// Memory that grows and is reused by the thread that owns it; contents are undefined at first.
+class Scratch {
+  public:
+    float* floats(int64_t count) {
+        if (int64_t(memory_.size()) < count) memory_.resize(count);
+        return memory_.data();
+    }
+
+  private:
+    std::vector<float> memory_;
+};
+
+// dw += dy^T x, the weight gradient of y = x w^T; rows in blocks whose panels stay in the cache.
+inline void add_weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy, int64_t dy_stride,
+                                const float* x, int64_t x_stride, float* dw) {
+    constexpr int64_t BLOCK = 512;
+    thread_local Scratch scratch;
+    float* panels = scratch.floats(packed_size(num_in, BLOCK));
+    for (int64_t first = 0; first < num_rows; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, num_rows - first);
+        pack(x + first * x_stride, 1, x_stride, num_in, count, panels);
+        gemm<Store::ADD, true>(num_out, num_in, count, dy + first * dy_stride, dy_stride, panels, dw, num_in);
     }
 }
 

@@ -53,8 +53,9 @@ LONGARC_ONE_COPY inline void layer_norm_row(const float* x, const float* w, cons
 
 // Rotates one head in place; cos and sin hold width / 2 angles of the row's position.
 // Neighbouring pairs (GLM-5) when interleaved, else pairs (i, i + width / 2) (Llama). sign -1 turns back.
-LONGARC_ONE_COPY inline void rotate_row(float* x, const float* cos, const float* sin, int64_t width,
-                                        bool interleaved, float sign) {
+LONGARC_ONE_COPY inline void rotate_row(float* __restrict__ x, const float* __restrict__ cos,
+                                        const float* __restrict__ sin, int64_t width, bool interleaved,
+                                        float sign) {
     const int64_t half = width / 2, step = interleaved ? 2 : 1, far = interleaved ? 1 : half;
     for (int64_t i = 0; i < half; i++) {
         const float a = x[i * step], b = x[i * step + far], s = sign * sin[i];

@@ -42,27 +42,42 @@ LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, 
 }
 
 // Writes the num_chosen best positions in ascending order: score descending, then smaller position.
-// Turns `scores` into integers of the same order. Needs num_chosen <= num_keys.
+// Turns `scores`, which has room for whole blocks, into integers of the same order. Needs num_chosen <= num_keys
+// and room for one more in `chosen`.
 LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_t num_chosen, int32_t* chosen) {
     int32_t* order = reinterpret_cast<int32_t*>(scores);
-    int32_t least = INT32_MAX, most = INT32_MIN;
-    for (int64_t i = 0; i < num_keys; i++) {
-        const float score = scores[i] + 0.0f;  // -0 and 0 tie
-        int32_t bits;
+    const int64_t padded = round_up(num_keys, LANES);
+    for (int64_t i = num_keys; i < padded; i++) scores[i] = -INFINITY;
+    IntVec least = IntVec{} + INT32_MAX, most = IntVec{} + INT32_MIN;
+    for (int64_t i = 0; i < padded; i += LANES) {
+        const Vec score = load(scores + i) + 0.0f;  // -0 and 0 tie
+        IntVec bits;
         std::memcpy(&bits, &score, sizeof bits);
         bits ^= (bits >> 31) & INT32_MAX;
         std::memcpy(order + i, &bits, sizeof bits);
+        if (i + LANES > num_keys) continue;
         least = bits < least ? bits : least;
         most = bits > most ? bits : most;
     }
+    int64_t low = INT32_MAX, high = INT32_MIN;
+    for (int i = 0; i < LANES; i++) low = least[i] < low ? least[i] : low, high = most[i] > high ? most[i] : high;
+    for (int64_t i = num_keys / LANES * LANES; i < num_keys; i++)
+        low = order[i] < low ? order[i] : low, high = order[i] > high ? order[i] : high;
     auto count_from = [&](int64_t bound) {
-        const int32_t at_least = int32_t(bound);
-        int32_t count = 0;
-        for (int64_t i = 0; i < num_keys; i++) count += order[i] >= at_least;
-        return int64_t(count);
+        const IntVec at_least = IntVec{} + int32_t(bound);
+        IntVec counts{};
+        for (int64_t i = 0; i < padded; i += LANES) {
+            IntVec bits;
+            std::memcpy(&bits, order + i, sizeof bits);
+            counts -= bits >= at_least;
+        }
+        int64_t count = 0;
+        for (int i = 0; i < LANES; i++) count += counts[i];
+        return count;
     };
     // The largest bound that at least num_chosen keys reach; every such bound between two scores is as good.
-    int64_t low = least, high = int64_t(most) + 1, reached = num_keys;
+    const int64_t highest = high++;
+    int64_t reached = num_keys;
     while (high - low > 1 && reached != num_chosen) {
         const int64_t middle = low + (high - low) / 2;
         const int64_t count = count_from(middle);
@@ -71,7 +86,7 @@ LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_
         else
             high = middle;
     }
-    int64_t ties = reached == num_chosen ? num_chosen : num_chosen - (low < most ? count_from(low + 1) : 0);
+    int64_t ties = reached == num_chosen ? num_chosen : num_chosen - (low < highest ? count_from(low + 1) : 0);
     for (int64_t i = 0, n = 0; n < num_chosen; i++) {
         const bool tie = order[i] == low, take = order[i] > low || (tie && ties > 0);
         ties -= tie;

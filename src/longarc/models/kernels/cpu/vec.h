@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace longarc {
 
@@ -84,6 +85,42 @@ inline float exp(float x) {
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define LONGARC_HAS_SHUFFLE 1
+#endif
+#endif
+
+#if defined(LONGARC_HAS_SHUFFLE)
+template <int STEP, int... I>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
+    const Vec low = __builtin_shufflevector(a, b, ((I / STEP) % 2 ? LANES + I - STEP : I)...);
+    const Vec high = __builtin_shufflevector(a, b, ((I / STEP) % 2 ? LANES + I : I + STEP)...);
+    a = low;
+    b = high;
+}
+
+template <int STEP>
+inline void exchange_all(Vec* rows) {
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++)
+        if ((r / STEP) % 2 == 0) exchange<STEP>(rows[r], rows[r + STEP], std::make_integer_sequence<int, LANES>{});
+    if constexpr (STEP > 1) exchange_all<STEP / 2>(rows);
+}
+#endif
+
+// Turns LANES rows of LANES numbers into columns, in place.
+inline void transpose(Vec* rows) {
+#if defined(LONGARC_HAS_SHUFFLE)
+    exchange_all<LANES / 2>(rows);
+#else
+    float copy[LANES][LANES];
+    for (int r = 0; r < LANES; r++) store(copy[r], rows[r]);
+    for (int r = 0; r < LANES; r++)
+        for (int c = 0; c < LANES; c++) rows[r][c] = copy[c][r];
+#endif
+}
 
 // Calls each(offset, load_count) over a row, whole vectors first; the tail is a zero-padded vector.
 template <class Each>

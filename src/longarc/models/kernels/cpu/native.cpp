@@ -1,0 +1,273 @@
+// The C interface. Tensors are pointers to fp32 (indices: int64) in the layouts named in the headers; sizes and
+// strides count numbers. Nothing here allocates what it returns: the caller owns every buffer.
+
+#include "decode.h"
+#include "training.h"
+#include "vocabulary.h"
+
+using namespace longarc;
+
+namespace {
+
+// Calls each(first, count) for stretches of rows, one stretch per thread.
+template <class Each>
+void for_rows(int64_t num_rows, int64_t num_threads, Each each) {
+    const int64_t num_parts = std::max<int64_t>(1, std::min(num_threads, num_rows / 16));
+#pragma omp parallel for num_threads(num_parts) schedule(static, 1) if (num_parts > 1)
+    for (int64_t part = 0; part < num_parts; part++) {
+        const int64_t first = num_rows * part / num_parts;
+        each(first, num_rows * (part + 1) / num_parts - first);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t longarc_lanes() { return LANES; }
+int64_t longarc_packed_size(int64_t num_out, int64_t num_in) { return packed_size(num_out, num_in); }
+
+void longarc_pack(const float* weight, int64_t out_stride, int64_t in_stride, int64_t num_out, int64_t num_in,
+                  float* packed) {
+    pack(weight, out_stride, in_stride, num_out, num_in, packed);
+}
+
+// y = x w^T for packed weights.
+void longarc_packed_product(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, const float* packed,
+                            float* y, int64_t num_threads) {
+    for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
+        gemm(count, num_out, num_in, x + first * num_in, num_in, packed, y + first * num_out, num_out);
+    });
+}
+
+// y[b] = x[b] w[b]^T for each of a batch of plain weights (heads), all strides free.
+void longarc_product(int64_t num_batches, int64_t num_rows, int64_t num_out, int64_t num_in, const float* x,
+                     int64_t x_batch, int64_t x_row, const float* w, int64_t w_batch, int64_t w_out, int64_t w_in,
+                     float* y, int64_t y_batch, int64_t y_row, int64_t num_threads) {
+    thread_local Scratch scratch;
+    const int64_t size = packed_size(num_out, num_in);
+    float* packed = scratch.floats(size * num_batches);
+    for (int64_t b = 0; b < num_batches; b++) pack(w + b * w_batch, w_out, w_in, num_out, num_in, packed + b * size);
+    for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
+        for (int64_t b = 0; b < num_batches; b++)
+            gemm(count, num_out, num_in, x + b * x_batch + first * x_row, x_row, packed + b * size,
+                 y + b * y_batch + first * y_row, y_row);
+    });
+}
+
+// dw[b] += dy[b]^T x[b]; dw[b] is [out][in] without gaps.
+void longarc_product_weight(int64_t num_batches, int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy,
+                            int64_t dy_batch, int64_t dy_row, const float* x, int64_t x_batch, int64_t x_row,
+                            float* dw, int64_t dw_batch, int64_t num_threads) {
+    for (int64_t b = 0; b < num_batches; b++)
+        for_rows(num_out, num_threads, [&](int64_t first, int64_t count) {
+            add_weight_gradient(num_rows, count, num_in, dy + b * dy_batch + first, dy_row, x + b * x_batch, x_row,
+                                dw + b * dw_batch + first * num_in);
+        });
+}
+
+void longarc_rms_norm(int64_t num_rows, int64_t width, const float* x, int64_t x_row, const float* w, float eps,
+                      float* y, int64_t y_row, float* factors) {
+    for (int64_t r = 0; r < num_rows; r++) factors[r] = rms_norm_row(x + r * x_row, w, y + r * y_row, width, eps);
+}
+
+void longarc_rms_norm_backward(int64_t num_rows, int64_t width, const float* x, int64_t x_row, const float* w,
+                               const float* dy, int64_t dy_row, const float* factors, float* dx, float* dw) {
+    for (int64_t r = 0; r < num_rows; r++)
+        rms_norm_backward_row(x + r * x_row, w, dy + r * dy_row, factors[r], dx + r * width, dw, width);
+}
+
+void longarc_layer_norm(int64_t num_rows, int64_t width, const float* x, int64_t x_row, const float* w,
+                        const float* b, float eps, float* y, int64_t y_row) {
+    for (int64_t r = 0; r < num_rows; r++) layer_norm_row(x + r * x_row, w, b, y + r * y_row, width, eps);
+}
+
+// y[r][h] = rotated x[r][h]; cos and sin are [row][width / 2]. `sign` -1 turns back.
+void longarc_rotate(int64_t num_rows, int64_t num_heads, int64_t width, const float* x, int64_t x_row, int64_t x_head,
+                    const float* cos, const float* sin, int64_t interleaved, float sign, float* y, int64_t y_row,
+                    int64_t y_head) {
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t h = 0; h < num_heads; h++) {
+            float* to = y + r * y_row + h * y_head;
+            std::memcpy(to, x + r * x_row + h * x_head, sizeof(float) * width);
+            rotate_row(to, cos + r * (width / 2), sin + r * (width / 2), width, interleaved, sign);
+        }
+}
+
+// y = silu(gate) * up for rows of [gate, up].
+void longarc_swiglu(int64_t num_rows, int64_t width, const float* gate_up, float* y, int64_t num_threads) {
+    for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
+        swiglu_rows(gate_up + first * 2 * width, y + first * width, count, width);
+    });
+}
+
+// d_gate_up of silu(gate) * up; `y` gets the activation again, for the gradient of what follows.
+void longarc_swiglu_backward(int64_t num_rows, int64_t width, const float* gate_up, const float* dy, float* d_gate_up,
+                             float* y, int64_t num_threads) {
+    for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
+        swiglu_rows(gate_up + first * 2 * width, y + first * width, count, width);
+        for (int64_t r = first; r < first + count; r++) {
+            const int64_t at = r * 2 * width;
+            swiglu_backward_row(gate_up + at, gate_up + at + width, dy + r * width, d_gate_up + at,
+                                d_gate_up + at + width, width);
+        }
+    });
+}
+
+// Logits become scores. chosen and weights are [row][num_chosen].
+void longarc_route(int64_t num_rows, int64_t num_experts, int64_t num_chosen, float* logits, const float* bias,
+                   int64_t normalise, float scale, int32_t* chosen, float* weights) {
+    for (int64_t r = 0; r < num_rows; r++)
+        route_row(logits + r * num_experts, bias, num_experts, num_chosen, normalise, scale, chosen + r * num_chosen,
+                  weights + r * num_chosen);
+}
+
+void longarc_experts(int64_t num_experts, int64_t num_chosen, int64_t hidden, int64_t width, int64_t num_rows,
+                     const float* x, const int32_t* chosen, const float* weights, const float* gate_up,
+                     const float* down, float* y, float* sorted_gate_up, float* slot_out) {
+    thread_local ExpertScratch scratch;
+    thread_local Scratch packed;
+    const int64_t up_size = packed_size(2 * width, hidden), down_size = packed_size(hidden, width);
+    float* up = packed.floats(num_experts * (up_size + down_size));
+    float* back = up + num_experts * up_size;
+    for (int64_t e = 0; e < num_experts; e++) {
+        pack(gate_up + e * 2 * width * hidden, hidden, 1, 2 * width, hidden, up + e * up_size);
+        pack(down + e * hidden * width, width, 1, hidden, width, back + e * down_size);
+    }
+    experts_forward({num_experts, num_chosen, hidden, width}, num_rows, x, chosen, weights, up, back, y,
+                    sorted_gate_up, slot_out, scratch);
+}
+
+void longarc_experts_backward(int64_t num_experts, int64_t num_chosen, int64_t hidden, int64_t width,
+                              int64_t num_rows, const float* x, const int32_t* chosen, const float* weights,
+                              const float* gate_up, const float* down, const float* sorted_gate_up,
+                              const float* slot_out, const float* dy, float* dx, float* d_weights, float* d_gate_up,
+                              float* d_down) {
+    thread_local ExpertScratch scratch;
+    experts_backward({num_experts, num_chosen, hidden, width}, num_rows, x, chosen, weights, gate_up, down,
+                     sorted_gate_up, slot_out, dy, dx, d_weights, d_gate_up, d_down, scratch);
+}
+
+// runs is [run][4]: first query, queries, first position, start of its list in key_rows.
+void longarc_select(const int64_t* runs, int64_t num_runs, const int64_t* key_rows, int64_t num_heads, int64_t dim,
+                    int64_t topk, const float* queries, const float* weights, const float* keys, int64_t* selected,
+                    int64_t num_threads) {
+    const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
+    const SelectShape shape{num_heads, dim, topk};
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
+    for (int64_t i = 0; i < num_runs; i++) select_run(shape, all, all.run[i], queries, weights, keys, selected);
+}
+
+void longarc_attention(const int64_t* runs, int64_t num_runs, const int64_t* key_rows, int64_t num_heads,
+                       int64_t num_key_heads, int64_t dim, int64_t value_dim, int64_t topk, float scale,
+                       const float* query, const float* key, const float* value, const int64_t* selected, float* out,
+                       float* stats, float* mass, int64_t num_threads) {
+    const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
+    const AttentionShape shape{num_heads, num_key_heads, dim, value_dim, topk, scale};
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
+    for (int64_t i = 0; i < num_runs; i++)
+        attention_run(shape, {query, key, value, selected}, all, all.run[i], out,
+                      reinterpret_cast<SoftmaxStats*>(stats), mass);
+}
+
+void longarc_attention_backward(const int64_t* runs, int64_t num_runs, const int64_t* key_rows, int64_t num_heads,
+                                int64_t num_key_heads, int64_t dim, int64_t value_dim, int64_t topk, float scale,
+                                const float* query, const float* key, const float* value, const int64_t* selected,
+                                const float* d_out, const float* stats, float* d_query, float* d_key, float* d_value,
+                                int64_t num_threads) {
+    const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
+    const AttentionShape shape{num_heads, num_key_heads, dim, value_dim, topk, scale};
+    const auto trees = trees_of(all);
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
+    for (int64_t t = 0; t < int64_t(trees.size()); t++)
+        for (int64_t i : trees[t])
+            attention_backward_run(shape, {query, key, value, selected}, all, all.run[i], d_out,
+                                   reinterpret_cast<const SoftmaxStats*>(stats), d_query, d_key, d_value);
+}
+
+// Log-probabilities of targets under softmax(hidden w^T / temperature); entropy may be null.
+void longarc_logprobs(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x, const float* packed,
+                      const int64_t* targets, float temperature, float* logprobs, float* log_sums, float* entropy,
+                      int64_t num_threads) {
+    constexpr int64_t BLOCK = 60;
+    for_rows(num_rows, num_threads, [&](int64_t begin, int64_t total) {
+        thread_local Scratch scratch;
+        float* logits = scratch.floats(BLOCK * vocab);
+        for (int64_t first = begin; first < begin + total; first += BLOCK) {
+            const int64_t count = std::min(BLOCK, begin + total - first);
+            gemm(count, vocab, hidden, x + first * hidden, hidden, packed, logits, vocab);
+            for (int64_t r = 0; r < count; r++) {
+                float* row = logits + r * vocab;
+                const LogSum sum = log_sum_row(row, vocab, temperature);
+                log_sums[first + r] = sum.value;
+                logprobs[first + r] = row[targets[first + r]] - sum.value;
+                if (entropy) entropy[first + r] = sum.value - expected_logit_row(row, vocab, sum.value);
+            }
+        }
+    });
+}
+
+// Gradients of the log-probabilities: dx is set, dw added to; either may be null. w is plain, `packed` packs it.
+void longarc_logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x, const float* w,
+                               const float* packed, const int64_t* targets, float temperature, const float* log_sums,
+                               const float* d_logprobs, float* dx, float* dw, int64_t num_threads) {
+    constexpr int64_t BLOCK = 240;
+    const int64_t stride = round_up(vocab, LANES) + LANES;  // no power of two, which would crowd a few cache sets
+    thread_local Scratch logits_scratch, back_scratch;
+    float* logits = logits_scratch.floats(BLOCK * stride);
+    float* back = back_scratch.floats(packed_size(hidden, vocab));
+    if (dx) pack(w, 1, hidden, hidden, vocab, back);
+    for (int64_t first = 0; first < num_rows; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, num_rows - first);
+        for_rows(count, num_threads, [&](int64_t begin, int64_t rows) {
+            float* part = logits + begin * stride;
+            gemm(rows, vocab, hidden, x + (first + begin) * hidden, hidden, packed, part, stride);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t row = first + begin + r;
+                const float gradient = d_logprobs[row] / temperature, log_sum = log_sums[row];
+                float* z = part + r * stride;
+                over_vectors(vocab, [&](int64_t i, int n) {
+                    store_upto(z + i, exp(load_upto(z + i, n) / splat(temperature) - log_sum) * -gradient, n);
+                });
+                z[targets[row]] += gradient;
+            }
+            if (dx) gemm(rows, hidden, vocab, part, stride, back, dx + (first + begin) * hidden, hidden);
+        });
+        if (dw)
+            for_rows(vocab, num_threads, [&](int64_t begin, int64_t rows) {
+                add_weight_gradient(count, rows, hidden, logits + begin, stride, x + first * hidden, hidden,
+                                    dw + begin * hidden);
+            });
+    }
+}
+
+// Draws a token per row of logits (which are divided by the temperatures in place).
+void longarc_sample(int64_t num_rows, int64_t vocab, float* logits, const float* temperatures, const double* uniforms,
+                    int64_t* tokens, float* logprobs, int64_t* is_finite, int64_t num_threads) {
+    for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
+        for (int64_t r = first; r < first + count; r++) {
+            float* row = logits + r * vocab;
+            is_finite[r] = is_finite_row(row, vocab);
+            tokens[r] = 0;
+            logprobs[r] = 0.0f;
+            if (!is_finite[r]) continue;
+            if (temperatures[r] == 0.0f) {
+                tokens[r] = std::max_element(row, row + vocab) - row;
+                continue;
+            }
+            const LogSum sum = log_sum_row(row, vocab, temperatures[r]);
+            tokens[r] = draw_row(row, vocab, sum.value, uniforms[r]);
+            logprobs[r] = row[tokens[r]] - sum.value;
+        }
+    });
+}
+
+void longarc_llama_rows(const LlamaShape* shape, const LlamaLayer* layers, const Rows* rows, int64_t num_threads) {
+    run_rows(*shape, layers, *rows, num_threads, llama_attention);
+}
+
+void longarc_mla_rows(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, int64_t num_threads) {
+    run_rows(*shape, layers, *rows, num_threads, mla_attention);
+}
+
+}  // extern "C"

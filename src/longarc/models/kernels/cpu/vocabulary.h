@@ -1,0 +1,101 @@
+// From hidden states to log-probabilities of tokens, and to sampled tokens: one log-softmax for both.
+#pragma once
+
+#include "gemm.h"
+#include "rows.h"
+
+namespace longarc {
+
+struct LogSum {
+    float max, value;  // value = log sum exp of the row
+};
+
+// Divides a row of logits by the temperature in place and returns its log-sum-exp.
+LONGARC_ONE_COPY inline LogSum log_sum_row(float* logits, int64_t width, float temperature) {
+    if (temperature != 1.0f)
+        over_vectors(width, [&](int64_t i, int n) {
+            store_upto(logits + i, load_upto(logits + i, n) / splat(temperature), n);
+        });
+    float most = -INFINITY;
+    Vec highest = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) highest = max(highest, load(logits + i));
+    most = max_lanes(highest);
+    for (; i < width; i++) most = logits[i] > most ? logits[i] : most;
+    Vec total{};
+    for (i = 0; i + LANES <= width; i += LANES) total += exp(load(logits + i) - most);
+    float sum = sum_lanes(total);
+    for (; i < width; i++) sum += exp(logits[i] - most);
+    return {most, most + std::log(sum)};
+}
+
+// Sum over the row of p * logit, for the entropy log_sum - sum; a banned token (-inf) adds nothing.
+inline float expected_logit_row(const float* logits, int64_t width, float log_sum) {
+    Vec total{};
+    over_vectors(width, [&](int64_t i, int n) {
+        const Vec z = load_upto(logits + i, n);
+        const Vec p = exp(z - log_sum);
+        Vec term = z > -1e30f ? p * z : Vec{};
+        if (n < LANES) {
+            float lane[LANES];
+            store(lane, term);
+            term = load_first(lane, n);
+        }
+        total += term;
+    });
+    return sum_lanes(total);
+}
+
+// Inverts the cumulative distribution of one row at `uniform` in [0, 1): the first token whose cumulative
+// probability exceeds the draw, the last possible one if rounding puts the draw on the very end.
+inline int64_t draw_row(const float* logits, int64_t width, float log_sum, double uniform) {
+    constexpr int64_t BLOCK = 64;
+    const int64_t num_blocks = (width + BLOCK - 1) / BLOCK;
+    thread_local std::vector<float> probability;
+    thread_local std::vector<double> mass;
+    probability.resize(num_blocks * BLOCK);
+    mass.resize(num_blocks);
+    over_vectors(width, [&](int64_t i, int n) {
+        const Vec z = load_upto(logits + i, n);
+        // exp() stops at -87; below, a token has no probability.
+        store_upto(&probability[i], z - log_sum < -87.0f ? Vec{} : exp(z - log_sum), n);
+    });
+    for (int64_t i = width; i < num_blocks * BLOCK; i++) probability[i] = 0.0f;
+    double total = 0.0;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        double sums[4] = {};
+        for (int64_t i = 0; i < BLOCK; i += 4)
+            for (int j = 0; j < 4; j++) sums[j] += probability[b * BLOCK + i + j];
+        mass[b] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        total += mass[b];
+    }
+    const double draw = uniform * total;
+    double before = 0.0;
+    int64_t last = 0;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        if (before + mass[b] > draw) {
+            double sum = before;
+            for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i++) {
+                if (probability[i] <= 0.0f) continue;
+                last = i;
+                sum += probability[i];
+                if (sum > draw) return i;
+            }
+        }
+        before += mass[b];
+    }
+    for (int64_t i = width; i-- > 0;)
+        if (probability[i] > 0.0f) return i;
+    return last;
+}
+
+inline bool is_finite_row(const float* logits, int64_t width) {
+    Vec bad{};
+    over_vectors(width, [&](int64_t i, int n) {
+        const Vec z = load_upto(logits + i, n);
+        bad += z - z;  // 0, or NaN for infinities and NaN
+    });
+    return sum_lanes(bad) == 0.0f;
+}
+
+}  // namespace longarc

@@ -1,0 +1,297 @@
+"""A decoder's incremental forward as one native call per step: packed weights, blocked cache, all layers.
+
+The eager twin is ``Decoder.extend`` over a ``SlotCache``. Weights are packed again when they changed.
+"""
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.models.kernels import structs
+from longarc.models.kernels.native import NativeLibrary
+from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
+
+Weights: TypeAlias = Mapping[str, Tensor]
+"""Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
+
+
+class NativeDecoder(ABC):
+    """Runs new tokens of cached sequences through all layers."""
+
+    _function: str
+
+    def __init__(
+        self, library: NativeLibrary, weights: Weights, cache: BlockedSlotCache, *, num_layers: int
+    ) -> None:
+        self._library = library
+        self._weights = dict(weights)
+        self.cache = cache
+        self._num_layers = num_layers
+        self._versions: list[int] = []
+        self._packed: list[Tensor] = []
+        self._layers: ctypes.Array[ctypes.Structure] | None = None
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        angles: tuple[Tensor, Tensor],
+        is_sparse: bool,
+    ) -> Tensor:
+        """Write the new tokens into the cache and return their final hidden states.
+
+        Args:
+            token_ids: sequence after sequence.
+            slots: slot of each sequence.
+            starts: position of each sequence's first new token.
+            counts: new tokens of each sequence.
+            angles: cosines and sines by position, [positions, rotated width / 2].
+            is_sparse: attend to the indexer's selection only.
+        """
+        layers = self._fresh_layers()
+        counts_N = torch.tensor(counts)
+        if len(token_ids) == len(counts):
+            slots_N, positions_N = torch.tensor(slots), torch.tensor(starts)
+        else:
+            slots_N = torch.repeat_interleave(torch.tensor(slots), counts_N)
+            before_N = counts_N.cumsum(0) - counts_N
+            positions_N = torch.arange(len(token_ids)) + torch.repeat_interleave(
+                torch.tensor(starts) - before_N, counts_N
+            )
+        tokens_N = token_ids.contiguous()
+        embedding = self._weights["model.embed_tokens.weight"]
+        hidden = torch.empty(len(tokens_N), embedding.shape[1])
+        rows = structs.Rows(
+            num=len(tokens_N),
+            max_length=self.cache.padded_length,
+            **structs.addresses(
+                {
+                    "tokens": tokens_N,
+                    "slots": slots_N,
+                    "positions": positions_N,
+                    "embedding": embedding,
+                    "cos": angles[0],
+                    "sin": angles[1],
+                    "final_norm": self._weights["model.norm.weight"],
+                    "hidden": hidden,
+                }
+            ),
+        )
+        self._library.call_structs(
+            self._function, self._shape(is_sparse), layers, rows, torch.get_num_threads()
+        )
+        return hidden
+
+    @abstractmethod
+    def _shape(self, is_sparse: bool) -> ctypes.Structure:
+        """Return the sizes."""
+
+    @abstractmethod
+    def _pack_layers(self) -> "ctypes.Array[ctypes.Structure]":
+        """Pack the weights of all layers."""
+
+    def _fresh_layers(self) -> "ctypes.Array[ctypes.Structure]":
+        versions = [w._version for w in self._weights.values()]
+        versions.extend(w.data_ptr() for w in self._weights.values())
+        if self._layers is None or versions != self._versions:
+            self._packed = []
+            with torch.no_grad():
+                self._layers = self._pack_layers()
+            self._versions = versions
+        return self._layers
+
+    def _weight(self, layer: int, name: str) -> Tensor:
+        return self._weights[f"model.layers.{layer}.{name}"].detach()
+
+    def _pack(self, *weights: Tensor) -> int:
+        """Pack weights that share their input into one, and return its address."""
+        return self._keep(self._library.packed(torch.cat(weights)))
+
+    def _pack_each(self, weights: Sequence[Tensor]) -> int:
+        """Pack weights one after another, and return the address of the first."""
+        return self._keep(torch.cat([self._library.packed(weight) for weight in weights]))
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._packed.append(tensor)
+        return tensor.data_ptr()
+
+    def _dense(self, layer: int, prefix: str, suffix: str = "") -> dict[str, int]:
+        gate, up, down = (
+            self._weight(layer, f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down")
+        )
+        return {
+            f"{suffix}gate_up": self._pack(gate, up),
+            f"{suffix}down": self._pack(down),
+            f"{suffix}width": gate.shape[0],
+        }
+
+
+class NativeLlama(NativeDecoder):
+    """The Llama-type decoder."""
+
+    _function = "llama_rows"
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weights: Weights,
+        config: LlamaConfig,
+        *,
+        num_slots: int,
+        max_length: int,
+    ) -> None:
+        self._config = config
+        self._dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        heads = config.num_key_value_heads
+        cache = BlockedSlotCache(
+            {"keys": Table(heads, self._dim, True), "values": Table(heads, self._dim, False)},
+            num_layers=config.num_hidden_layers,
+            num_slots=num_slots,
+            max_length=max_length,
+            lanes=library.lanes,
+        )
+        super().__init__(library, weights, cache, num_layers=config.num_hidden_layers)
+
+    def _shape(self, is_sparse: bool) -> ctypes.Structure:
+        config = self._config
+        return structs.LlamaShape(
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_key_heads=config.num_key_value_heads,
+            dim=self._dim,
+            eps=config.rms_norm_eps,
+            scale=float(self._dim) ** -0.5,
+        )
+
+    def _pack_layers(self) -> "ctypes.Array[ctypes.Structure]":
+        layers = (structs.LlamaLayer * self._num_layers)()
+        for i in range(self._num_layers):
+            q, k, v, o = (self._weight(i, f"self_attn.{name}_proj.weight") for name in "qkvo")
+            layers[i] = structs.LlamaLayer(
+                input_norm=self._weight(i, "input_layernorm.weight").data_ptr(),
+                qkv=self._pack(q, k, v),
+                output=self._pack(o),
+                post_norm=self._weight(i, "post_attention_layernorm.weight").data_ptr(),
+                feed_forward=structs.FeedForward(**self._dense(i, "mlp")),
+                **structs.addresses(self.cache.layer(i)),
+            )
+        return layers
+
+
+class NativeGlmMoeDsa(NativeDecoder):
+    """The GLM-5 family."""
+
+    _function = "mla_rows"
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weights: Weights,
+        config: GlmMoeDsaConfig,
+        *,
+        num_slots: int,
+        max_length: int,
+    ) -> None:
+        self._config = config
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        cache = BlockedSlotCache(
+            {
+                "latents": Table(1, width, False),
+                "index_keys": Table(1, config.index_head_dim, True),
+            },
+            num_layers=config.num_hidden_layers,
+            num_slots=num_slots,
+            max_length=max_length,
+            lanes=library.lanes,
+        )
+        super().__init__(library, weights, cache, num_layers=config.num_hidden_layers)
+
+    def _shape(self, is_sparse: bool) -> ctypes.Structure:
+        config = self._config
+        latent_eps = config.latent_norm_eps
+        return structs.MlaShape(
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            q_rank=config.q_lora_rank,
+            latent=config.kv_lora_rank,
+            nope=config.qk_nope_head_dim,
+            rope=config.qk_rope_head_dim,
+            value=config.v_head_dim,
+            index_heads=config.index_n_heads,
+            index_dim=config.index_head_dim,
+            index_topk=config.index_topk,
+            is_sparse=is_sparse,
+            eps=config.rms_norm_eps,
+            latent_eps=config.rms_norm_eps if latent_eps is None else latent_eps,
+            index_eps=1e-6,
+            scale=float(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5,
+            index_scale=float(config.index_n_heads * config.index_head_dim) ** -0.5,
+        )
+
+    def _pack_layers(self) -> "ctypes.Array[ctypes.Structure]":
+        layers = (structs.MlaLayer * self._num_layers)()
+        for i in range(self._num_layers):
+            layers[i] = structs.MlaLayer(
+                **self._attention(i),
+                feed_forward=structs.FeedForward(**self._feed_forward(i)),
+                **structs.addresses(self.cache.layer(i)),
+            )
+        return layers
+
+    def _attention(self, layer: int) -> dict[str, int]:
+        config = self._config
+        norms = {
+            "input_norm": "input_layernorm.weight",
+            "q_norm": "self_attn.q_a_layernorm.weight",
+            "kv_norm": "self_attn.kv_a_layernorm.weight",
+            "index_norm_weight": "self_attn.indexer.k_norm.weight",
+            "index_norm_bias": "self_attn.indexer.k_norm.bias",
+            "post_norm": "post_attention_layernorm.weight",
+        }
+        q_a, kv_a, q_b, kv_b, output, keys, weights, queries = (
+            self._weight(layer, f"self_attn.{name}.weight")
+            for name in (
+                *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"),
+                *("indexer.wk", "indexer.weights_proj", "indexer.wq_b"),
+            )
+        )
+        absorb = kv_b.unflatten(0, (config.num_attention_heads, -1))
+        key_absorb, value_absorb = absorb.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        return {
+            **structs.addresses({key: self._weight(layer, name) for key, name in norms.items()}),
+            "input": self._pack(q_a, kv_a, keys, weights),
+            "query": self._pack(q_b, queries),
+            "key_absorb": self._pack_each(key_absorb.mT.unbind()),
+            "value_absorb": self._pack_each(value_absorb.unbind()),
+            "output": self._pack(output),
+        }
+
+    def _feed_forward(self, layer: int) -> dict[str, float]:
+        config = self._config
+        if layer < config.first_k_dense_replace:
+            return dict(self._dense(layer, "mlp"))
+        shared = (
+            self._dense(layer, "mlp.shared_experts", "shared_") if config.n_shared_experts else {}
+        )
+        return {
+            "gate_up": self._pack_each(self._weight(layer, "mlp.experts.gate_up_proj").unbind()),
+            "down": self._pack_each(self._weight(layer, "mlp.experts.down_proj").unbind()),
+            "router": self._pack(self._weight(layer, "mlp.gate.weight")),
+            "router_bias": self._weight(layer, "mlp.gate.e_score_correction_bias").data_ptr(),
+            "num_experts": config.n_routed_experts,
+            "num_chosen": config.num_experts_per_tok,
+            "width": config.moe_intermediate_size,
+            "normalise": config.norm_topk_prob,
+            "scale": config.routed_scaling_factor,
+            **shared,
+        }

@@ -1,0 +1,123 @@
+"""The compiled kernels as Python sees them: one typed call per function of the C interface.
+
+``LONGARC_NATIVE=0`` in the environment turns them off; it is the only variable this package reads.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from longarc.errors import ContractError
+from longarc.models.kernels.build import library_path
+
+_POINTER, _INTEGER, _REAL = "p", "i", "f"
+_SIGNATURES: Final = {
+    "pack": "piiiip",
+    "packed_product": "iiipppi",
+    "product": "iiiipiipiiipiii",
+    "product_weight": "iiiipiipiipii",
+    "rms_norm": "iipipfpip",
+    "rms_norm_backward": "iipippippp",
+    "layer_norm": "iipippfpi",
+    "rotate": "iiipiippifpii",
+    "swiglu": "iippi",
+    "swiglu_backward": "iippppi",
+    "route": "iiippifpp",
+    "experts": "iiiiipppppppp",
+    "experts_backward": "iiiiipppppppppppp",
+    "select": "pipiiippppi",
+    "attention": "pipiiiiifpppppppi",
+    "attention_backward": "pipiiiiifpppppppppi",
+    "logprobs": "iiipppfpppi",
+    "logprobs_backward": "iiippppfppppi",
+    "sample": "iippppppi",
+    "llama_rows": "pppi",
+    "mla_rows": "pppi",
+}
+_TYPES: Final = {_POINTER: ctypes.c_void_p, _INTEGER: ctypes.c_int64, _REAL: ctypes.c_float}
+
+
+class NativeLibrary:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.path = path
+        self._functions = {name: library[f"longarc_{name}"] for name in _SIGNATURES}
+        for name, function in self._functions.items():
+            function.argtypes = [_TYPES[code] for code in _SIGNATURES[name]]
+            function.restype = None
+        for name in ("lanes", "packed_size"):
+            library[f"longarc_{name}"].restype = ctypes.c_int64
+        library["longarc_packed_size"].argtypes = [ctypes.c_int64, ctypes.c_int64]
+        self._packed_size = library["longarc_packed_size"]
+        self.lanes: int = library["longarc_lanes"]()
+        """Positions in one block of a blocked table."""
+
+    def call(self, name: str, *arguments: "Tensor | int | float | None") -> None:
+        """Call a function; a tensor is passed as the address of its first number.
+
+        The interpreter lock is released meanwhile. Nothing is checked but the number of arguments:
+        callers see to dtype, device, strides and sizes.
+        """
+        self._functions[name](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+
+    def call_structs(
+        self,
+        name: str,
+        shape: ctypes.Structure,
+        layers: "ctypes.Array[ctypes.Structure]",
+        rows: ctypes.Structure,
+        num_threads: int,
+    ) -> None:
+        """Call a function of all layers, which takes its arguments as structures."""
+        self._functions[name](ctypes.addressof(shape), layers, ctypes.addressof(rows), num_threads)
+
+    def packed(self, weight: Tensor) -> Tensor:
+        """Return a weight [out, in] packed for ``packed_product``; strides are free."""
+        num_out, num_in = weight.shape
+        packed = torch.empty(self._packed_size(num_out, num_in))
+        self.call("pack", weight, weight.stride(0), weight.stride(1), num_out, num_in, packed)
+        return packed
+
+
+def native() -> NativeLibrary | None:
+    """Return the compiled kernels, or None where they were not built or are turned off."""
+    if os.environ.get("LONGARC_NATIVE") == "0":
+        return None
+    return _load(library_path_once())
+
+
+def native_for(*tensors: Tensor) -> NativeLibrary | None:
+    """Return the kernels where they can work on these tensors: fp32 on the CPU."""
+    if all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors):
+        return native()
+    return None
+
+
+def required() -> NativeLibrary:
+    """Return the kernels, which the caller knows to be there.
+
+    Raises:
+        ContractError: they are not.
+    """
+    library = native()
+    if library is None:
+        raise ContractError("a native kernel was called, but the kernels are not loaded")
+    return library
+
+
+@cache
+def library_path_once() -> Path:
+    """Return where the library lies; found out once, because that reads the sources."""
+    return library_path()
+
+
+@cache
+def _load(path: Path) -> NativeLibrary | None:
+    return NativeLibrary(path) if path.exists() else None

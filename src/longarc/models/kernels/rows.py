@@ -1,0 +1,220 @@
+"""Row-wise operations with gradients: product, norm, rotation, feed-forward, and the product per head.
+
+Their eager twins are the plain torch expressions in ``longarc.models``. All inputs are fp32 on the CPU;
+the callers check that with ``native_for``. Shape letters: T rows, n heads, d width.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longarc.models.kernels.native import required
+
+
+def linear(
+    x: Float[Tensor, "T inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "T outputs"]:
+    """Return ``x weight^T``; a row's numbers depend on that row alone."""
+    output: Tensor = _HeadProduct.apply(x[None], weight[None])
+    return output[0]
+
+
+def head_product(
+    x: Float[Tensor, "T n inputs"], weight: Float[Tensor, "n outputs inputs"]
+) -> Float[Tensor, "T n outputs"]:
+    """Return ``x[:, h] weight[h]^T`` for every head."""
+    output: Tensor = _HeadProduct.apply(x.transpose(0, 1), weight)
+    return output.transpose(0, 1)
+
+
+class _HeadProduct(torch.autograd.Function):
+    """Batched product; the result lies in memory as [T, n, outputs]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x = _dense_rows(x)
+        ctx.save_for_backward(x, weight)
+        heads, rows, _ = x.shape
+        output = x.new_empty(rows, heads, weight.shape[1]).transpose(0, 1)
+        product(x, weight, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = _dense_rows(grad)
+        heads, rows, inputs = x.shape
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = x.new_empty(rows, heads, inputs).transpose(0, 1)
+            product(grad, weight.mT, grad_x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight.new_zeros(weight.shape)
+            add_weight_gradient(grad, x, grad_weight)
+        return grad_x, grad_weight
+
+
+def product(x: Tensor, weight: Tensor, output: Tensor) -> None:
+    """Set ``output[b] = x[b] weight[b]^T``; rows of ``x`` and ``output`` are without gaps, strides free."""
+    batches, rows, inputs = x.shape
+    required().call(
+        "product",
+        *(batches, rows, output.shape[2], inputs),
+        *(x, x.stride(0), x.stride(1)),
+        *(weight, *weight.stride()),
+        *(output, output.stride(0), output.stride(1)),
+        torch.get_num_threads(),
+    )
+
+
+def add_weight_gradient(grad: Tensor, x: Tensor, grad_weight: Tensor) -> None:
+    """Add ``grad[b]^T x[b]`` to the contiguous ``grad_weight[b]``."""
+    batches, rows, inputs = x.shape
+    required().call(
+        "product_weight",
+        *(batches, rows, grad.shape[2], inputs),
+        *(grad, grad.stride(0), grad.stride(1)),
+        *(x, x.stride(0), x.stride(1)),
+        *(grad_weight, grad_weight.stride(0)),
+        torch.get_num_threads(),
+    )
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Make the last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rms_norm(
+    x: Float[Tensor, "T d"], weight: Float[Tensor, " d"], eps: float
+) -> Float[Tensor, "T d"]:
+    """Return ``weight * x / sqrt(mean(x^2) + eps)``."""
+    output: Tensor = _RmsNorm.apply(x, weight, eps)
+    return output
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = _dense_rows(x)
+        rows, width = x.shape
+        output, factors = x.new_empty(rows, width), x.new_empty(rows)
+        required().call(
+            "rms_norm", rows, width, x, x.stride(0), weight, eps, output, width, factors
+        )
+        ctx.save_for_backward(x, weight, factors)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, factors = ctx.saved_tensors
+        grad = _dense_rows(grad)
+        rows, width = x.shape
+        grad_x, grad_weight = x.new_empty(rows, width), torch.zeros_like(weight)
+        required().call(
+            "rms_norm_backward",
+            *(rows, width, x, x.stride(0), weight, grad, grad.stride(0), factors),
+            *(grad_x, grad_weight),
+        )
+        return grad_x, grad_weight, None
+
+
+def layer_norm(
+    x: Float[Tensor, "T d"], weight: Float[Tensor, " d"], bias: Float[Tensor, " d"], eps: float
+) -> Float[Tensor, "T d"]:
+    """Return the layer norm of each row; has no gradient."""
+    x = _dense_rows(x)
+    rows, width = x.shape
+    output = x.new_empty(rows, width)
+    required().call("layer_norm", rows, width, x, x.stride(0), weight, bias, eps, output, width)
+    return output
+
+
+def rotate(
+    x: Float[Tensor, "T n d"],
+    cos: Float[Tensor, "T half"],
+    sin: Float[Tensor, "T half"],
+    *,
+    interleaved: bool,
+) -> Float[Tensor, "T n d"]:
+    """Turn every pair of every head by its row's angles."""
+    output: Tensor = _Rotate.apply(x, cos, sin, interleaved, 1.0)
+    return output
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
+    ) -> Tensor:
+        x = _dense_rows(x)
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.sign = interleaved, sign
+        rows, heads, width = x.shape
+        output = x.new_empty(rows, heads, width)
+        required().call(
+            "rotate",
+            *(rows, heads, width, x, x.stride(0), x.stride(1)),
+            *(cos, sin, interleaved, sign, output, output.stride(0), output.stride(1)),
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        turned: Tensor = _Rotate.apply(grad, cos, sin, ctx.interleaved, -ctx.sign)
+        return turned, None, None, None, None
+
+
+def feed_forward(
+    x: Float[Tensor, "T hidden"],
+    gate: Float[Tensor, "width hidden"],
+    up: Float[Tensor, "width hidden"],
+    down: Float[Tensor, "hidden width"],
+) -> Float[Tensor, "T hidden"]:
+    """Return ``down(silu(gate x) * up x)``."""
+    output: Tensor = _FeedForward.apply(x, gate, up, down)
+    return output
+
+
+class _FeedForward(torch.autograd.Function):
+    """Keeps gate and up of every row; the activation is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        x = x.contiguous()
+        rows, width = x.shape[0], gate.shape[0]
+        gate_up = x.new_empty(rows, 2 * width)
+        product(x[None], gate[None], gate_up[None, :, :width])
+        product(x[None], up[None], gate_up[None, :, width:])
+        activated = x.new_empty(rows, width)
+        required().call("swiglu", rows, width, gate_up, activated, torch.get_num_threads())
+        output = x.new_empty(rows, down.shape[0])
+        product(activated[None], down[None], output[None])
+        ctx.save_for_backward(x, gate, up, down, gate_up)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up, down, gate_up = ctx.saved_tensors
+        grad = _dense_rows(grad)
+        rows, width = x.shape[0], gate.shape[0]
+        grad_activated, activated = x.new_empty(rows, width), x.new_empty(rows, width)
+        product(grad[None], down.mT[None], grad_activated[None])
+        grad_gate_up = torch.empty_like(gate_up)
+        required().call(
+            "swiglu_backward",
+            *(rows, width, gate_up, grad_activated, grad_gate_up, activated),
+            torch.get_num_threads(),
+        )
+        grad_gate, grad_up = torch.zeros_like(gate), torch.zeros_like(up)
+        grad_down = torch.zeros_like(down)
+        add_weight_gradient(grad[None], activated[None], grad_down[None])
+        add_weight_gradient(grad_gate_up[None, :, :width], x[None], grad_gate[None])
+        add_weight_gradient(grad_gate_up[None, :, width:], x[None], grad_up[None])
+        grad_x, from_up = torch.empty_like(x), torch.empty_like(x)
+        product(grad_gate_up[None, :, :width], gate.mT[None], grad_x[None])
+        product(grad_gate_up[None, :, width:], up.mT[None], from_up[None])
+        return grad_x.add_(from_up), grad_gate, grad_up, grad_down

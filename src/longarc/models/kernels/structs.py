@@ -1,0 +1,88 @@
+"""The structures of ``cpu/decode.h`` in ctypes: same names, same order, same types."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+_CField: TypeAlias = tuple[
+    str, type[ctypes.Structure | ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]
+]
+
+
+def _pointers(names: str) -> list[_CField]:
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+def _integers(names: str) -> list[_CField]:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+def _reals(names: str) -> list[_CField]:
+    return [(name, ctypes.c_float) for name in names.split()]
+
+
+class Rows(ctypes.Structure):
+    """The new tokens of one call."""
+
+    _fields_: Sequence[_CField] = [
+        *_pointers("tokens slots positions"),
+        *_integers("num max_length"),
+        *_pointers("embedding cos sin final_norm hidden"),
+    ]
+
+
+class FeedForward(ctypes.Structure):
+    """Weights and sizes of one feed-forward, dense or experts."""
+
+    _fields_: Sequence[_CField] = [
+        *_pointers("gate_up down router router_bias shared_gate_up shared_down"),
+        *_integers("num_experts num_chosen width shared_width normalise"),
+        *_reals("scale"),
+    ]
+
+
+class LlamaLayer(ctypes.Structure):
+    """Weights and cache of one layer of a Llama-type decoder."""
+
+    _fields_: Sequence[_CField] = [
+        *_pointers("input_norm qkv output post_norm"),
+        ("feed_forward", FeedForward),
+        *_pointers("keys values"),
+    ]
+
+
+class LlamaShape(ctypes.Structure):
+    """Sizes of a Llama-type decoder."""
+
+    _fields_: Sequence[_CField] = [
+        *_integers("num_layers hidden num_heads num_key_heads dim"),
+        *_reals("eps scale"),
+    ]
+
+
+class MlaLayer(ctypes.Structure):
+    """Weights and cache of one layer of the GLM-5 family."""
+
+    _fields_: Sequence[_CField] = [
+        *_pointers("input_norm input q_norm kv_norm query key_absorb value_absorb output"),
+        *_pointers("index_norm_weight index_norm_bias post_norm"),
+        ("feed_forward", FeedForward),
+        *_pointers("latents index_keys"),
+    ]
+
+
+class MlaShape(ctypes.Structure):
+    """Sizes of a decoder of the GLM-5 family."""
+
+    _fields_: Sequence[_CField] = [
+        *_integers("num_layers hidden num_heads q_rank latent nope rope value"),
+        *_integers("index_heads index_dim index_topk is_sparse"),
+        *_reals("eps latent_eps index_eps scale index_scale"),
+    ]
+
+
+def addresses(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return the addresses of tensors by name; the caller keeps the tensors alive."""
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
