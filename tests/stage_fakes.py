@@ -2,7 +2,10 @@
 
 import asyncio
 import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +24,14 @@ from longarc.records.trajectory import EpisodeResult, Reward
 from longarc.runs.ledger import Ledger
 
 STAGE = "agentic_rl"
+
+
+@contextmanager
+def quick_directory() -> Iterator[Path]:
+    """A directory in memory where there is one: these tests write hundreds of ledgers, each synced."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as name:
+        yield Path(name)
 
 
 @dataclass
@@ -202,6 +213,7 @@ class FakeFamily:
         length: int | None = None,
     ) -> None:
         self.name = name
+        self.thinking = False
         self.how = how
         self.length = length
         self.opened: dict[str, int] = {}
@@ -278,7 +290,6 @@ class Stage:
                     stage=STAGE,
                     families=self.families or [FamilyShare(family=self.family, share=1.0)],
                     sampling=Sampling(max_new_tokens=8),
-                    thinking=False,
                     max_context_tokens=64,
                     run_seed=0,
                 ),

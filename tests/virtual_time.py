@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Deadlock(AssertionError):
+class DeadlockError(AssertionError):
     """Every task waits and no timer is set: nothing would ever happen again."""
 
 
@@ -25,7 +25,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if not self._ready and not self._stopping:
             times = [timer.when() for timer in self._scheduled if not timer.cancelled()]
             if not times:
-                raise Deadlock("every task waits for another one")
+                raise DeadlockError("every task waits for another one")
             self._now_s = max(self._now_s, min(times))
         super()._run_once()
 

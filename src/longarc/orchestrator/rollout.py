@@ -53,8 +53,6 @@ class RolloutSpec:
 
     sampling: Sampling
     """The distribution and the budget of one turn; each rollout gets its own seed."""
-    thinking: bool
-    """Whether the chat format opens answers with a thinking block."""
     max_context_tokens: int
     """Budget of a whole rollout [tokens]."""
     timeout_s: float
@@ -74,18 +72,16 @@ class Recall:
         """What the rollout was asked to end as."""
         self.took_effect = False
         """True where the rollout was still running when it was asked."""
-        self._scope = asyncio.timeout(None)
-        self._is_entered = False
+        self._scope: asyncio.Timeout | None = None
 
     def end(self, outcome: Outcome) -> None:
         """End the rollout as ``outcome``, now or before it starts; without effect once it is over."""
         self.outcome = self.outcome or outcome
-        if self._is_entered and not self._scope.expired():
+        if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def __aenter__(self) -> Self:
-        await self._scope.__aenter__()
-        self._is_entered = True
+        self._scope = await asyncio.timeout(None).__aenter__()
         return self
 
     async def __aexit__(
@@ -94,9 +90,11 @@ class Recall:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        self._is_entered = False
+        scope, self._scope = self._scope, None
+        if scope is None:
+            return False
         try:
-            await self._scope.__aexit__(kind, error, traceback)
+            await scope.__aexit__(kind, error, traceback)
         except TimeoutError:
             self.took_effect = True
         return self.took_effect
@@ -244,38 +242,13 @@ async def run_rollout(
     return _record(course, started_at_s=started_at_s, duration_s=clock() - started_at_s)
 
 
-def unrun_trajectory(
-    admission: Admission, outcome: Outcome, *, error: str, clock: Clock
-) -> Trajectory:
-    """Return the record of a rollout of which nothing is left: it never ran, or its process died."""
-    task = admission.task
-    return Trajectory(
-        id=admission.trajectory_id,
-        stage=admission.stage,
-        group_id=admission.group_id,
-        task_id=task.id,
-        family=task.family,
-        outcome=outcome,
-        reward=None,
-        reward_parts={},
-        segments=(),
-        messages=task.messages,
-        tools=task.tools,
-        num_turns=0,
-        difficulty=task.difficulty,
-        started_at_s=clock(),
-        duration_s=0.0,
-        error=error,
-    )
-
-
 async def _run_course(course: _Course, sessions: SessionFactory, sandboxes: SandboxBackend) -> None:
     admission, spec = course.admission, course.spec
     try:
         session = sessions.open(
             admission.trajectory_id,
             sampling=replace(spec.sampling, seed=admission.seed),
-            thinking=spec.thinking,
+            thinking=course.family.thinking,
             max_context_tokens=spec.max_context_tokens,
         )
     except EngineError as error:
@@ -296,26 +269,34 @@ async def _run(env: Env, policy: _WatchedPolicy) -> EpisodeResult:
 
 
 def _record(course: _Course, *, started_at_s: float, duration_s: float) -> Trajectory:
-    episode, reward = course.episode, course.reward
+    admission, task, episode = course.admission, course.admission.task, course.episode
     if course.failure is not None:
         outcome, error = course.failure
     elif episode is not None:
         outcome, error = episode.outcome, None
     else:
         raise ContractError(
-            f"rollout {course.admission.trajectory_id} ended without an episode and without a reason"
+            f"rollout {admission.trajectory_id} ended without an episode and without a reason"
         )
-    record = unrun_trajectory(
-        course.admission, outcome, error=error or "", clock=lambda: started_at_s
+    return Trajectory(
+        id=admission.trajectory_id,
+        stage=admission.stage,
+        group_id=admission.group_id,
+        task_id=task.id,
+        family=task.family,
+        outcome=outcome,
+        reward=course.reward.value if course.reward else None,
+        reward_parts=course.reward.parts if course.reward else {},
+        segments=course.segments,
+        messages=episode.messages if episode else task.messages,
+        tools=task.tools,
+        num_turns=episode.num_turns if episode else 0,
+        difficulty=task.difficulty,
+        started_at_s=started_at_s,
+        duration_s=duration_s,
+        error=error,
+        info=episode.info if episode else {},
     )
-    record = replace(record, error=error, segments=course.segments, duration_s=duration_s)
-    if reward is not None:
-        record = replace(record, reward=reward.value, reward_parts=reward.parts)
-    if episode is not None:
-        record = replace(
-            record, messages=episode.messages, num_turns=episode.num_turns, info=episode.info
-        )
-    return record
 
 
 def _environment_outcome(error: LongArcError) -> Outcome:

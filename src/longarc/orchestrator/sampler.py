@@ -60,7 +60,6 @@ class Sampler:
         )
         self._rollout_spec = RolloutSpec(
             sampling=spec.sampling,
-            thinking=spec.thinking,
             max_context_tokens=spec.max_context_tokens,
             timeout_s=config.rollout_timeout_s,
             grader_timeout_s=config.grader_timeout_s,

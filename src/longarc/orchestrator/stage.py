@@ -45,8 +45,6 @@ class StageSpec:
     families: Sequence[FamilyShare]
     sampling: Sampling
     """The distribution and the budget of one turn."""
-    thinking: bool
-    """Whether the chat format opens answers with a thinking block."""
     max_context_tokens: int
     """Budget of a whole rollout [tokens]."""
     run_seed: int
