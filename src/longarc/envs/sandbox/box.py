@@ -33,6 +33,52 @@ MAX_REPLY_BYTES = 64 << 20
 """Anything longer is refused: the other side of the socket is not trusted."""
 
 
+class Vessel:
+    """The processes and the socket of a box; may serve several boxes one after the other."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self.process = spawned.process
+        self.connection = spawned.connection
+        self.server_pid: int | None = None
+        """Process id of the exec server, as the host counts; known once it has answered."""
+        self._server_fd: int | None = None
+
+    def started(self, server_pid: int) -> None:
+        """Note which process ends last: the kernel reports process 1 only after all others ended."""
+        self.server_pid = server_pid
+        self._server_fd = os.pidfd_open(server_pid)
+
+    def kill(self) -> None:
+        """Kill the exec server, and with it the box; one that still starts finds a closed socket."""
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:
+                raise
+        if self._server_fd is not None:
+            try:
+                signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    async def end(self) -> None:
+        """Kill, and wait until every process is gone and reaped; the socket stays open."""
+        self.kill()
+        if self._server_fd is not None:
+            await _readable(self._server_fd, CLOSE_GRACE_S)
+            os.close(self._server_fd)
+            self._server_fd = None
+        if self.process.poll() is None:  # both bwraps follow the exec server by themselves
+            fd = os.pidfd_open(self.process.pid)
+            try:
+                if not await _readable(fd, CLOSE_GRACE_S):
+                    self.process.kill()
+                    await _readable(fd, CLOSE_GRACE_S)
+            finally:
+                os.close(fd)
+        self.process.wait()
+
+
 class BwrapSandbox:
     """A box of ``BwrapBackend``; satisfies ``records.ports.Sandbox``.
 
@@ -44,27 +90,21 @@ class BwrapSandbox:
         self,
         *,
         box_id: str,
-        spawned: Spawned,
+        vessel: Vessel,
         output_bytes: int,
-        on_closed: Callable[["BwrapSandbox"], None],
+        may_keep: Callable[["BwrapSandbox"], bool],
+        on_closed: Callable[["BwrapSandbox", bool], None],
     ) -> None:
         self.id = box_id
-        self.process = spawned.process
-        self.server_pid: int | None = None
-        """Process id of the exec server, as the host counts; known once the box has started."""
-        self._server_fd: int | None = None
-        self._connection = spawned.connection
+        self.vessel = vessel
+        self._connection = vessel.connection
         self._output_bytes = output_bytes
+        self._may_keep = may_keep
         self._on_closed = on_closed
         self._turn = asyncio.Lock()
         self._why_lost: str | None = None
         self._closing: asyncio.Future[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
-
-    def started(self, server_pid: int) -> None:
-        """Note which process ends last: the kernel reports process 1 only after all others ended."""
-        self.server_pid = server_pid
-        self._server_fd = os.pidfd_open(server_pid)
 
     def expire_after(self, seconds: float) -> None:
         """End the box when its lifetime [seconds] is over; the command that runs then is timed out."""
@@ -102,6 +142,8 @@ class BwrapSandbox:
                 num_dropped_bytes=int(dropped),
                 wall_s=int(microseconds) / 1e6,
             )
+        except OSError as error:  # the server refused the request itself
+            return ExecResult(rc=126, stdout=b"", stderr=f"{error}\n".encode())
         except (SandboxError, ValueError) as error:
             expired = self._why_lost is not None and self._why_lost.startswith("its lifetime")
             failure: Literal["env_crashed"] | None = None if expired else "env_crashed"
@@ -181,53 +223,32 @@ class BwrapSandbox:
         """Note why the box is unusable and end its processes at once."""
         if self._why_lost is None:
             self._why_lost = why
-            self._end()
+            self.vessel.kill()
 
     def _expire(self, seconds: float) -> None:
         self._lose(f"its lifetime of {seconds:g} s is over")
 
-    def _end(self) -> None:
-        """Kill the exec server, and with it the box; one that is still starting finds a closed socket."""
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            if error.errno != errno.ENOTCONN:
-                raise
-        if self._server_fd is not None:
-            try:
-                signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-
     async def _close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
+        is_kept = not self._turn.locked() and self._may_keep(self) and await self._cleaned()
         if self._why_lost is None:
             self._why_lost = "it was closed"
-        self._end()
         try:
-            if self._server_fd is not None:
-                await _readable(self._server_fd, CLOSE_GRACE_S)
-            await self._reap()
+            if not is_kept:
+                await self.vessel.end()
+                async with self._turn:  # a request may still hold the socket
+                    self._connection.close()
         finally:
-            if self._server_fd is not None:
-                os.close(self._server_fd)
-                self._server_fd = None
-            async with self._turn:  # a request may still hold the socket
-                self._connection.close()
-            self._on_closed(self)
+            self._on_closed(self, is_kept)
 
-    async def _reap(self) -> None:
-        """Wait until both bwraps are gone, which follow the exec server by themselves."""
-        if self.process.poll() is None:
-            fd = os.pidfd_open(self.process.pid)
-            try:
-                if not await _readable(fd, CLOSE_GRACE_S):
-                    self.process.kill()
-                    await _readable(fd, CLOSE_GRACE_S)
-            finally:
-                os.close(fd)
-        self.process.wait()
+    async def _cleaned(self) -> bool:
+        """Whether nothing of this box's life is left in its vessel."""
+        try:
+            await self.request([b"clean"], timeout_s=CLOSE_GRACE_S)
+        except (OSError, SandboxError):
+            return False
+        return True
 
 
 def _encoded(text: str) -> bytes:

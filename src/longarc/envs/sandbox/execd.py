@@ -2,10 +2,10 @@
 
 ::
 
-    host --frame--> [ setup | exec | read | write ] --frame--> host        one request at a time
-                        |
-                        +-- posix_spawn --> command (own session)
-                        waits for: its output, its end, SIGCHLD of orphans, its deadline, the host
+    host --frame--> [ setup | exec | read | write | clean ] --frame--> host        one request at a time
+                            |
+                            +-- posix_spawn --> command (own session)
+                            waits for: its output, its end, SIGCHLD of orphans, its deadline, the host
 
 It runs inside the box with the box's own rights, so a path or a symlink it follows on behalf of the
 host leads nowhere that the agent could not go by itself. As process 1 it cannot be killed from
@@ -26,6 +26,10 @@ import time
 
 U32 = struct.Struct("<I")
 WORKSPACE = "/workspace"
+WRITABLE = {"/workspace": 0o755, "/tmp": 0o1777, "/home/agent": 0o755, "/dev/shm": 0o1777}
+"""Every place where a command can leave something, with the mode it has at the start."""
+MAX_CLEAN_FILES = 4096
+"""With more files than this a new box is cheaper than a clean one."""
 MAX_REQUEST_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 16
 FLOOD_BYTES = 64 << 20
@@ -53,6 +57,7 @@ class Server:
             signal.signal(name, signal.SIG_IGN)
         self.memory_bytes = 0
         self.max_processes = 0
+        self.pristine: tuple[int, int] | None = None
         self.max_files = 0
 
     def serve(self) -> None:
@@ -65,7 +70,7 @@ class Server:
                 reply = _refused(error.errno or errno.EIO, error)
             except ValueError as error:  # a zero byte in a path, say
                 reply = _refused(errno.EINVAL, error)
-            except MemoryError as error:
+            except (MemoryError, RecursionError) as error:
                 reply = _refused(errno.ENOMEM, error)
             _write_all(self.fd, _pack(reply))
 
@@ -74,6 +79,9 @@ class Server:
             return self._exec(fields)
         if operation == b"read":
             return [b"ok", _read_file(os.fsdecode(fields[0]), int(fields[1]))]
+        if operation == b"clean":
+            self._clean()
+            return [b"ok"]
         if operation == b"write":
             _write_file(os.fsdecode(fields[0]), fields[1])
             return [b"ok"]
@@ -91,6 +99,8 @@ class Server:
             resource.setrlimit(kind, (wanted, wanted))
         os.chdir(WORKSPACE)
         disk = os.statvfs(WORKSPACE)
+        if self.pristine is None:
+            self.pristine = disk.f_bfree, disk.f_ffree
         self.max_files = max(MIN_FILES, disk.f_blocks * disk.f_frsize // DISK_BYTES_PER_FILE)
         made: set[str] = set()
         rest = fields[divider + 1 :]
@@ -101,6 +111,25 @@ class Server:
                 made.add(folder)
             _write_file(os.fsdecode(path), data)
         return [b"ok"]
+
+    def _clean(self) -> None:
+        """Make the box as it was before its first setup, or raise.
+
+        Processes, files and their attributes are all that a command can leave: kernel objects that
+        outlive a process (shared memory, semaphores, queues, keys) are refused by the filter.
+        """
+        kill_all()
+        self.reap()
+        if self.num_files() > MAX_CLEAN_FILES:
+            raise OSError(errno.E2BIG, f"more than {MAX_CLEAN_FILES} files")
+        for root, mode in WRITABLE.items():
+            for name in os.listxattr(root):
+                os.removexattr(root, name)
+            os.chmod(root, mode)
+            _remove_contents(root)
+        disk = os.statvfs(WORKSPACE)
+        if (disk.f_bfree, disk.f_ffree) != self.pristine:
+            raise OSError(errno.EBUSY, "something is left")
 
     def _exec(self, fields: list[bytes]) -> list[bytes]:
         timeout_s, cap, stdin, argv = int(fields[0]) / 1000, int(fields[1]), fields[2], fields[3:]
@@ -374,6 +403,17 @@ def _write_file(path: str, data: bytes) -> None:
         _write_all(fd, data)
     finally:
         os.close(fd)
+
+
+def _remove_contents(folder: str) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                _remove_contents(entry.path)
+                os.rmdir(entry.path)
+            else:
+                os.unlink(entry.path)
 
 
 def _require_regular(fd: int, path: str) -> None:

@@ -135,7 +135,7 @@ async def test_nothing_is_left_of_a_closed_box(box, processes_with):
     await box.close()
     assert processes_with(marker) == []
     assert len(Path("/proc/self/mounts").read_text().split("\n")) == mounts
-    assert box.process.returncode is not None
+    assert box.vessel.process.returncode is not None
 
 
 async def test_a_closed_box_refuses_politely(box):

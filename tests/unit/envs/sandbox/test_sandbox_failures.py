@@ -104,7 +104,7 @@ def test_other_complaints_are_explained_too():
 
 
 async def test_a_box_that_is_killed_from_outside_is_an_environment_failure(box):
-    os.kill(box.server_pid, signal.SIGKILL)
+    os.kill(box.vessel.server_pid, signal.SIGKILL)
     result = await box.exec(["echo", "hello"])
     assert (result.rc, result.failure) == (None, "env_crashed")
     with pytest.raises(SandboxError, match="open a new one"):
@@ -116,6 +116,8 @@ async def test_a_box_that_is_killed_from_outside_is_an_environment_failure(box):
 def test_a_backend_without_room_is_refused():
     with pytest.raises(ConfigError, match="max_boxes is 0"):
         BwrapBackend(max_boxes=0)
+    with pytest.raises(ConfigError, match="max_idle -1"):
+        BwrapBackend(max_idle=-1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root must change the user")

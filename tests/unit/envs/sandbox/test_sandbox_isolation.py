@@ -42,6 +42,16 @@ async def test_no_host_file_can_be_written_or_created(box):
     assert result.stdout == b""
 
 
+async def test_every_mount_is_read_only_but_the_four_writable_places(box):
+    rows = [line.split() for line in (await box.read("/proc/self/mountinfo")).decode().split("\n")]
+    rows = [row for row in rows if row]
+    writable = {row[4] for row in rows if "ro" not in row[5].split(",")}
+    devices = {path for path in writable if path.startswith("/dev/")} - {"/dev/shm"}
+    masks = {path for path in writable if path.startswith("/proc/")}  # character device null
+    assert writable - devices - masks == {"/workspace", "/tmp", "/home/agent", "/dev/shm", "/proc"}
+    assert all("nosuid" in row[5] for row in rows)
+
+
 async def test_host_folders_are_not_there(box):
     here = Path(__file__).resolve()
     result = await bash(box, f"ls -d /root /work /srv /media /sys /boot {here} 2>/dev/null")
@@ -203,8 +213,12 @@ async def test_the_box_has_no_capability_and_cannot_get_one(box):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to see that it is given up")
 async def test_a_box_started_by_root_belongs_to_the_sandbox_user(box):
-    children = Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()
-    for pid in (box.process.pid, box.server_pid, *children):
+    children = (
+        Path(f"/proc/{box.vessel.process.pid}/task/{box.vessel.process.pid}/children")
+        .read_text()
+        .split()
+    )
+    for pid in (box.vessel.process.pid, box.vessel.server_pid, *children):
         uids = next(
             line
             for line in Path(f"/proc/{pid}/status").read_text().split("\n")
