@@ -1,6 +1,7 @@
 """The checks of ``longarc doctor``: each looks at one thing and says what it found and what to do."""
 
 import asyncio
+import ctypes
 import os
 import platform
 import shutil
@@ -34,6 +35,7 @@ def every_check() -> list[Check]:
         check_memory,
         check_torch,
         check_compiler,
+        check_kernels,
         check_sandbox,
         lambda: check_disk(Path.cwd()),
         lambda: check_temporary(Path("/dev/shm")),
@@ -112,7 +114,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_compiler() -> Check:
     """Look for what compiles the native kernels."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    names = ("c++", "g++", "clang++")
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         return Check(
             name="compiler",
@@ -132,6 +135,28 @@ def check_compiler() -> Check:
             fix="set CXX",
         )
     return Check(name="compiler", status="ok", detail=done.stdout.partition("\n")[0])
+
+
+def check_kernels() -> Check:
+    """Look for the compiled kernels and load them; does not compile."""
+    from longarc.models.kernels.build import library_path
+
+    path = library_path()
+    if os.environ.get("LONGARC_NATIVE") == "0":
+        detail, fix = "turned off by LONGARC_NATIVE=0", "unset LONGARC_NATIVE"
+    elif not path.exists():
+        detail = (
+            "not compiled for this source and processor; the slower ones in plain torch are used"
+        )
+        fix = "python -m longarc.models.kernels.build"
+    else:
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            detail, fix = f"{path} does not load: {error}", f"remove {path} and compile it again"
+        else:
+            return Check(name="kernels", status="ok", detail=str(path))
+    return Check(name="kernels", status="warn", detail=detail, fix=fix)
 
 
 def check_sandbox() -> Check:

@@ -41,7 +41,7 @@ class Database:
         if read_only and not path.is_file():
             raise LedgerError(f"there is no ledger at {path}")
         with _translated(path, "open"):
-            uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+            uri = f"{path.absolute().as_uri()}?{_mode(path, read_only=read_only)}"
             connection = sqlite3.connect(
                 uri, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
             )
@@ -57,6 +57,10 @@ class Database:
     def _prepare(self, *, read_only: bool) -> None:
         if self._value("PRAGMA user_version") == 0 and not read_only:
             self._create()
+        if not self._value("SELECT count(*) FROM sqlite_schema"):
+            raise LedgerError(
+                f"{self._path} holds no tables: the run was stopped while it made them. Resume the run."
+            )
         found = self._value("PRAGMA application_id")
         if found != APPLICATION_ID:
             raise LedgerError(
@@ -73,6 +77,8 @@ class Database:
         self._value("SELECT count(*) FROM (SELECT 1 FROM steps LIMIT 1)")
 
     def _create(self) -> None:
+        # A payload has about 2.5 kB: three share a page of 8 kB, one would waste half of 4 kB.
+        self._connection.execute("PRAGMA page_size = 8192")
         self._connection.execute("PRAGMA journal_mode = WAL")
         with self.transaction(durable=True):
             # Another process may have been faster, or the file may be somebody else's.
@@ -148,6 +154,15 @@ class Database:
         """Close the file; afterwards every call fails."""
         with self._lock:
             self._connection.close()
+
+
+def _mode(path: Path, *, read_only: bool) -> str:
+    if not read_only:
+        return "mode=rwc"
+    # SQLite keeps shared memory beside the file, for which an archived run may have no room. Without
+    # a write-ahead log nobody is writing, and the file alone is all there is.
+    is_archived = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+    return "mode=ro&immutable=1" if is_archived else "mode=ro"
 
 
 _FULL_OR_FAILING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM}

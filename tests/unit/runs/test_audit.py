@@ -136,8 +136,9 @@ def test_a_use_cannot_be_counted_less_than_once(path):
 
 def test_a_flipped_byte_in_the_file_does_not_pass(path):
     data = bytearray(path.read_bytes())
-    # The last page is some table's: its cell pointers start at byte 8.
-    data[-4096 + 9 : -4096 + 13] = b"\xff\xff\xff\xff"
+    page_size = int.from_bytes(data[16:18], "big")
+    # The last page belongs to some table: its cell pointers start at byte 8.
+    data[9 - page_size : 13 - page_size] = b"\xff\xff\xff\xff"
     path.write_bytes(bytes(data))
     with LedgerReader.open_read_only(path) as reader:
         assert any("damaged" in finding for finding in reader.audit().findings)

@@ -13,7 +13,7 @@ from longarc.records.outcome import Disposition
 from longarc.runs.database import lock_holders
 from longarc.runs.ledger import Ledger
 from longarc.runs.reader import LedgerReader
-from small_disk import file_size_limit, on_full_disk
+from small_disk import file_size_limit, on_archive, on_small_disk
 
 TESTS = Path(__file__).parent.parent.parent
 
@@ -68,6 +68,32 @@ def test_a_missing_ledger_is_not_created_by_a_reader(tmp_path):
 def test_a_place_that_does_not_exist_is_a_resource_error(tmp_path):
     with pytest.raises(ResourceError, match="must exist and be writable"):
         Ledger.open(tmp_path / "nowhere" / "ledger.sqlite")
+
+
+def test_a_reader_of_a_ledger_without_tables_is_told_to_resume(tmp_path):
+    (tmp_path / "ledger.sqlite").touch()
+    with pytest.raises(LedgerError, match="holds no tables"):
+        LedgerReader.open_read_only(tmp_path / "ledger.sqlite")
+    Ledger.open(tmp_path / "ledger.sqlite").close()
+    LedgerReader.open_read_only(tmp_path / "ledger.sqlite").close()
+
+
+READ_THE_ARCHIVE = """
+from pathlib import Path
+from longarc.runs.reader import LedgerReader
+
+with LedgerReader.open_read_only(Path("/mnt/ledger.sqlite")) as reader:
+    print(len(reader.rows()), reader.audit().ok)
+"""
+
+
+def test_an_archived_ledger_can_be_read_where_nothing_can_be_written(tmp_path):
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        ledger.complete(make_trajectory(), disposition=Disposition.EVALUATED)
+    done = on_archive(READ_THE_ARCHIVE, directory=tmp_path)
+    if done is None:
+        pytest.skip("needs a user namespace for a file system of its own")
+    assert (done.stdout, done.stderr) == ("1 True\n", "")
 
 
 def test_a_closed_ledger_says_so(tmp_path):
@@ -148,7 +174,7 @@ print("consistent")
 
 
 def test_a_disk_that_runs_full_loses_nothing_that_was_acknowledged():
-    done = on_full_disk(FILL_THE_DISK, disk_bytes=2_000_000)
+    done = on_small_disk(FILL_THE_DISK, disk_bytes=2_000_000)
     if done is None:
         pytest.skip("needs a user namespace for a file system of its own")
     assert done.stderr == ""
