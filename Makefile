@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP_TRAIN := $(VENV)/.stamp-train
 STAMP_DEV := $(VENV)/.stamp-dev
+# Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
+export OMP_WAIT_POLICY ?= PASSIVE
 RUN_DIR ?= runs/quickstart
 
 .DEFAULT_GOAL := help

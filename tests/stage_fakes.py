@@ -20,7 +20,7 @@ from longarc.records.ports import AssistantTurn, PolicyClient
 from longarc.records.sampling import EngineHealth, Sampling, WeightSource
 from longarc.records.segment import NOT_SAMPLED, Segment
 from longarc.records.task import Task
-from longarc.records.trajectory import EpisodeResult, Reward
+from longarc.records.trajectory import EpisodeResult, Reward, Trajectory
 from longarc.runs.ledger import Ledger
 
 STAGE = "agentic_rl"
@@ -236,6 +236,36 @@ class FakeFamily:
 
     async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
         return Reward(value=episode.info["reward"])
+
+
+def trajectory(
+    index: int, reward: float | None, *, outcome=Outcome.COMPLETED, versions=(5, 5), is_trained=True
+) -> Trajectory:
+    """A member of group ``rl/0`` whose tokens were sampled by ``versions``."""
+    segment = Segment(
+        token_ids=(1, *range(2, 2 + len(versions))),
+        is_sampled=(False, *(True for _ in versions)),
+        train_mask=(False, *(is_trained for _ in versions)),
+        behaviour_logprobs=(0.0, *(-1.0 for _ in versions)),
+        policy_versions=(NOT_SAMPLED, *versions),
+    )
+    return Trajectory(
+        id=f"rl/0/{index}/0",
+        stage="rl",
+        group_id="rl/0",
+        task_id="task",
+        family="family",
+        outcome=outcome,
+        reward=reward,
+        reward_parts={},
+        segments=(segment,),
+        messages=(),
+        tools=(),
+        num_turns=1,
+        difficulty=0.0,
+        started_at_s=0.0,
+        duration_s=0.0,
+    )
 
 
 @dataclass

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir or Path("runs") / recipe.name
     progress = ProgressLine()
     if arguments.replay is not None:
-        return replay_step(recipe, run_dir, arguments.replay, say=progress.say)
+        recorded, computed = replay_step(recipe, run_dir, arguments.replay)
+        return _say_replay(arguments.replay, recorded.weights_sha256, computed.weights_sha256)
     with open_workspace(recipe, run_dir, resume=arguments.resume, progress=progress) as workspace:
         try:
             asyncio.run(run_recipe(workspace))
@@ -50,3 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
             return ExitCode.INTERRUPTED
     progress.say(f"report: {write_report(run_dir)}")
     return ExitCode.OK
+
+
+def _say_replay(where: str, recorded: str, computed: str) -> int:
+    is_equal = recorded == computed
+    print(f"{where}: recorded weights {recorded[:16]}, recomputed {computed[:16]}")
+    print(
+        "bit-identical" if is_equal else "DIFFERENT: another machine, torch version or thread count"
+    )
+    return ExitCode.OK if is_equal else ExitCode.FAILED

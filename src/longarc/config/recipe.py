@@ -54,6 +54,8 @@ class Recipe(Settings):
     """Where text becomes ids."""
     engine: EngineConfig = EngineConfig()
     """How completions are sampled."""
+    sinks: list[Literal["tensorboard", "wandb", "mlflow"]] = ["tensorboard"]
+    """Where metrics go besides ``metrics.jsonl``."""
     trainer_threads: int = Field(1, ge=1)
     """Compute threads of the trainer while an engine runs beside it."""
     supervised_threads: int = Field(2, ge=1)

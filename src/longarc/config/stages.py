@@ -101,10 +101,6 @@ class SftConfig(SupervisedConfig):
     """Share of conversations with an error and its correction; the error is context, never trained."""
     indexer_loss_coeff: float = Field(1.0, ge=0)
     """Weight of the indexer's KL; 0 freezes the indexer."""
-    corpus_share_frac: float = Field(0.0, ge=0, lt=1)
-    """Share of tokens from the pre-training corpus, against forgetting."""
-    corpus: CorpusConfig = CorpusConfig()
-    """What is read for ``corpus_share_frac``."""
 
 
 class LossConfig(Settings):
@@ -127,8 +123,6 @@ class RolloutConfig(Settings):
     """Budget of one turn [tokens]."""
     max_context_tokens: int = Field(1024, ge=16)
     """Budget of a whole rollout, prompts and observations included [tokens]."""
-    thinking: bool = True
-    """Whether the chat format opens each answer with a thinking block."""
 
 
 class RlConfig(Settings):

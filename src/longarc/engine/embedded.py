@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -29,11 +30,11 @@ import torch
 from longarc.config.engine import EngineConfig
 from longarc.engine.sampler import sample
 from longarc.engine.slots import Ids, Slot, SlotTable, common_prefix
-from longarc.errors import ContractError, EngineError, LongArcError, boundary
-from longarc.models.build import load_weights
+from longarc.errors import ContractError, EngineError, EngineFaultError, LongArcError, boundary
+from longarc.models.hf_weights import load_weights
 from longarc.models.decoder_base import Decoder
 from longarc.models.layout import Layout
-from longarc.models.projection import token_logprobs
+from longarc.models.projection import project_logits, token_logprobs
 from longarc.records.sampling import (
     EngineHealth,
     FinishReason,
@@ -109,7 +110,9 @@ class EmbeddedEngine:
         self._running: list[_Request] = []
         self._pending_weights: deque[tuple[WeightSource, int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=self._set_threads)
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="engine", initializer=self._set_threads
+        )
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._num_requests = 0
@@ -221,7 +224,11 @@ class EmbeddedEngine:
                 f"send fewer at once or raise engine.max_waiting"
             )
         self._num_requests += 1
-        seed = sampling.seed if sampling.seed is not None else self._seed * 1_000_003 + self._num_requests
+        seed = (
+            sampling.seed
+            if sampling.seed is not None
+            else self._seed * 1_000_003 + self._num_requests
+        )
         request = _Request(prompt=prompt, sampling=sampling, session_id=session_id, seed=seed)
         self._waiting.append(request)
         self._wake.set()
@@ -343,7 +350,7 @@ class EmbeddedEngine:
         return [0.0, *logprobs.tolist()]
 
     def _load(self, source: WeightSource) -> None:
-        found = file_sha256(source.path)
+        found = file_sha256(Path(source.path))
         if found != source.sha256:
             raise ContractError(
                 f"{source.path} has digest {found[:12]}, announced was {source.sha256[:12]}; publish again"
@@ -409,7 +416,7 @@ class EmbeddedEngine:
 
     def _sample(self, requests: list[_Request], hidden: torch.Tensor) -> None:
         tokens, logprobs, is_finite = sample(
-            self._model.logits(hidden),
+            project_logits(hidden, self._model.output_weight),
             [request.sampling for request in requests],
             seeds=[request.seed for request in requests],
             positions=[request.num_sampled for request in requests],
@@ -423,7 +430,7 @@ class EmbeddedEngine:
             else:
                 self._finish(
                     request,
-                    EngineError(
+                    EngineFaultError(
                         f"logits are not finite at token {request.num_sampled} of session {request.session_id}, "
                         f"policy version {self._version}"
                     ),

@@ -17,7 +17,9 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def uniforms(
+    seeds: Sequence[int], positions: Sequence[int]
+) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
     """Return one number in [0, 1) per (seed, position): a hash, so that no draw depends on another request.
 
     The mixing function is SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
@@ -29,8 +31,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> "np.ndarray[tupl
             mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
             mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
             mixed = mixed ^ (mixed >> np.uint64(31))
-    scaled: np.ndarray[tuple[int], np.dtype[np.float64]] = (mixed >> np.uint64(11)) * 2.0**-53
-    return scaled
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def sampling_logprobs(
@@ -93,7 +94,7 @@ def sample(
     draws_B1 = torch.from_numpy(uniforms(seeds, positions))[:, None] * cumulative_BV[:, -1:]
     tokens_B = torch.searchsorted(cumulative_BV, draws_B1, right=True)[:, 0]
     # Rounding can put a draw on the very end; the last token with any probability is the right one.
-    last_B = torch.searchsorted(cumulative_BV, cumulative_BV[:, -1:])[:, 0]
+    last_B = torch.searchsorted(cumulative_BV, cumulative_BV[:, -1:].contiguous())[:, 0]
     tokens_B = torch.minimum(tokens_B, last_B)
     is_greedy = [s.temperature == 0 for s in samplings]
     chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]

@@ -34,12 +34,13 @@ class Member:
             return self.started_version
         return min(sampled_versions(self.trajectory), default=None)
 
-    def retry(self, *, policy_version: int, run_seed: int) -> Admission:
-        """Return the next attempt's admission and take it for this place's."""
+    def retry_stale(self, *, policy_version: int, run_seed: int) -> Admission:
+        """Return the admission of the attempt that follows a stale one, and take it for this place's."""
         self.admission = next_attempt(
             self.admission, policy_version=policy_version, run_seed=run_seed
         )
         self.recall, self.started_version, self.started_at_s = Recall(), None, None
+        self.was_stale = True
         return self.admission
 
 
@@ -105,6 +106,11 @@ def next_attempt(admission: Admission, *, policy_version: int, run_seed: int) ->
         policy_version=policy_version,
         seed=_seed(run_seed, trajectory_id),
     )
+
+
+def place_id(trajectory_id: str) -> str:
+    """Return what the attempts to fill one place of a group have in common."""
+    return trajectory_id.rpartition("/")[0]
 
 
 def choose(

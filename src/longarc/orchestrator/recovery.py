@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longarc.errors import ContractError
-from longarc.orchestrator.inflight import InflightGroup, Member, next_attempt
-from longarc.records.outcome import Disposition
+from longarc.orchestrator.inflight import InflightGroup, Member, next_attempt, place_id
+from longarc.records.outcome import Disposition, Outcome
 from longarc.records.trajectory import Admission
 from longarc.runs.ledger import Ledger
 
@@ -42,6 +42,9 @@ def recover(ledger: Ledger, stage: str, *, policy_version: int, run_seed: int) -
     lost = {admission.trajectory_id: admission for admission in ledger.cancel_open(stage)}
     pending = {trajectory.id: trajectory for trajectory in ledger.pending(stage)}
 
+    too_old = ledger.rows(stage=stage, outcome=Outcome.CANCELLED_STALE)
+    stale_places = {place_id(row.id) for row in too_old}
+
     groups: list[InflightGroup] = []
     retries: list[Admission] = []
     half_decided: set[str] = set()
@@ -52,7 +55,11 @@ def recover(ledger: Ledger, stage: str, *, policy_version: int, run_seed: int) -
             continue
         members: list[Member] = []
         for _, newest in sorted(places.items()):
-            member = Member(newest, trajectory=pending.get(newest.trajectory_id))
+            member = Member(
+                newest,
+                trajectory=pending.get(newest.trajectory_id),
+                was_stale=place_id(newest.trajectory_id) in stale_places,
+            )
             if member.trajectory is None:
                 member.admission = next_attempt(
                     newest, policy_version=policy_version, run_seed=run_seed

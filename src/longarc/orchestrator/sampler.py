@@ -154,8 +154,8 @@ class Sampler:
 
     def _retry(self, member: Member, cancelled: Trajectory) -> None:
         """Admit the place again before its old attempt is closed, so that no crash can lose it."""
-        member.retry(policy_version=self.engine_version, run_seed=self._spec.run_seed)
-        self._workers.ledger.admit([member.admission])
+        retry = member.retry_stale(policy_version=self.engine_version, run_seed=self._spec.run_seed)
+        self._workers.ledger.admit([retry])
         self._workers.ledger.complete(
             cancelled, disposition=Disposition.CANCELLED, reason=cancelled.outcome.value
         )

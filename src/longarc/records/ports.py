@@ -212,6 +212,8 @@ class TaskFamily(TaskSource, Grader, Protocol):
     """One kind of task: its source, its environment and its grader. This is what a user writes."""
 
     name: str
+    thinking: bool
+    """Whether answers open with a thinking block."""
 
     def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
         """Make the environment of one rollout."""

@@ -1,0 +1,82 @@
+"""Stage ``dsa``: from dense to sparse attention.
+
+First only the indexer learns, to point where dense attention looks (``warmup_steps``); then the whole
+model trains on the keys that the indexer selects, and the indexer goes on learning from those
+(``num_steps``). Source: GLM-5 report (arXiv:2602.15763), section 2.1.1.
+"""
+
+from longarc.config.stages import DsaConfig
+from longarc.config.training import OptimizerConfig
+from longarc.errors import ConfigError
+from longarc.pipeline.midtrain import supports_sparse
+from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
+from longarc.pipeline.workspace import Workspace
+from longarc.runs.checkpoint import read_manifest
+from longarc.trainer.supervised import SupervisedSettings
+
+
+async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
+    """Warm the indexer up, then train sparsely.
+
+    Raises:
+        ConfigError: the model has no indexer.
+    """
+    loaded = workspace.load(workspace.input_checkpoint(stage))
+    if not supports_sparse(loaded.model):
+        raise ConfigError(
+            f"stage {stage!r} converts to sparse attention, but a {loaded.model.config.family} model has no "
+            f"indexer; remove the stage or use family = 'glm_moe_dsa'"
+        )
+    seed = workspace.recipe.seed + 2
+    stream = document_stream(
+        corpus_texts(config.corpus, seed=seed),
+        workspace.tokenizer(),
+        context_tokens=config.context_tokens,
+        long_share_frac=config.long_share_frac,
+        seed=seed,
+    )
+    documents = StepDocuments(stream, tokens_per_step=config.tokens_per_step)
+    version = loaded.manifest.policy_version
+    resumed = workspace.run.stage(stage).latest()
+    if resumed is None or read_manifest(resumed).step <= config.warmup_steps:
+        version = await train_supervised(
+            workspace,
+            stage=stage,
+            config=config,
+            settings=SupervisedSettings(
+                optimizer=_warmup_optimizer(config),
+                num_steps=config.warmup_steps,
+                micro_batch_tokens=config.micro_batch_tokens,
+                mode="indexer_warmup",
+                attention="dense",
+                router_bias_rate=0.0,
+            ),
+            model=loaded.model,
+            policy_version=version,
+            documents=documents,
+            is_last_phase=False,
+        )
+    await train_supervised(
+        workspace,
+        stage=stage,
+        config=config,
+        settings=SupervisedSettings(
+            optimizer=config.optimizer,
+            num_steps=config.num_steps,
+            micro_batch_tokens=config.micro_batch_tokens,
+            attention="sparse",
+            indexer_loss_coeff=config.indexer_loss_coeff,
+            router_bias_rate=config.router_bias_rate,
+        ),
+        model=loaded.model,
+        policy_version=version,
+        documents=lambda step: documents(config.warmup_steps + step),
+        first_step=config.warmup_steps,
+    )
+
+
+def _warmup_optimizer(config: DsaConfig) -> OptimizerConfig:
+    return config.optimizer.model_copy(
+        update={"lr": config.warmup_lr, "schedule": "constant", "weight_decay": 0.0}
+    )

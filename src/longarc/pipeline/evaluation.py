@@ -1,0 +1,209 @@
+"""Stage ``eval``: every checkpoint on every family's held-out tasks, sampled as in training."""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from longarc.config.stages import EvalConfig
+from longarc.orchestrator.rollout import RolloutSpec, run_rollout
+from longarc.pipeline.rl import Serving, sampling_of, serving
+from longarc.pipeline.workspace import Workspace
+from longarc.records.metric import Metric
+from longarc.records.outcome import Disposition
+from longarc.records.ports import TaskFamily
+from longarc.records.task import Task
+from longarc.records.trajectory import Admission, Trajectory
+from longarc.runs.checkpoint import read_manifest
+from longarc.runs.files import json_document, write_atomically
+
+RESULTS_FILE = "results.json"
+"""Name of the evaluation matrix in the stage's directory."""
+
+
+async def run(workspace: Workspace, stage: str, config: EvalConfig) -> None:
+    """Fill the matrix of the recipe's eval stage."""
+    await evaluate(
+        workspace,
+        stage,
+        config,
+        stages=config.stages,
+        families=sorted(config.tasks),
+        num_tasks=config.tasks_per_family,
+    )
+
+
+async def evaluate(
+    workspace: Workspace,
+    name: str,
+    config: EvalConfig,
+    *,
+    stages: Sequence[str],
+    families: Sequence[str],
+    num_tasks: int,
+) -> Path:
+    """Evaluate checkpoints on held-out tasks; return the file of results.
+
+    Cells that are already in the file are kept, so that an evaluation that was cut off goes on.
+
+    Args:
+        workspace: the run.
+        name: what the ledger and the results call this evaluation.
+        config: how to sample.
+        stages: stages whose final checkpoints are evaluated.
+        families: task families.
+        num_tasks: held-out tasks per family and checkpoint [tasks].
+    """
+    directory = workspace.run.stage(name).path
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / RESULTS_FILE
+    results: dict[str, Any] = orjson.loads(path.read_bytes()) if path.exists() else {"cells": []}
+    done = {(cell["stage"], cell["family"], cell["num_tasks"]) for cell in results["cells"]}
+    wanted = [(s, f) for s in stages for f in families if (s, f, num_tasks) not in done]
+    position = len(stages) * len(families) - len(wanted)
+    built = workspace.families(config.tasks)
+    for stage in stages:
+        missing = [family for s, family in wanted if s == stage]
+        if not missing:
+            continue
+        checkpoint = workspace.final(stage)
+        version = read_manifest(checkpoint).policy_version
+        loaded = workspace.load(checkpoint)
+        async with serving(
+            workspace, loaded, config.rollout, policy_version=version, logs_turns=False
+        ) as serve:
+            for family in missing:
+                cell, metrics = await _cell(
+                    workspace, name, config, serve, stage, built[family], family, num_tasks, version
+                )
+                results["cells"].append(cell)
+                write_atomically(path, json_document(results))
+                position += 1
+                workspace.record(name, position, len(stages) * len(families), metrics)
+                workspace.check_stop()
+    return path
+
+
+async def _cell(
+    workspace: Workspace,
+    name: str,
+    config: EvalConfig,
+    serve: Serving,
+    stage: str,
+    family: TaskFamily,
+    family_name: str,
+    num_tasks: int,
+    version: int,
+) -> tuple[dict[str, Any], list[Metric]]:
+    """Evaluate one checkpoint on one family."""
+    started_s = time.perf_counter()
+    spec = RolloutSpec(
+        sampling=sampling_of(config.rollout, serve.gateway),
+        max_context_tokens=config.rollout.max_context_tokens,
+        timeout_s=config.rollout_timeout_s,
+        grader_timeout_s=60.0,
+    )
+    slots = asyncio.Semaphore(config.max_concurrent_rollouts)
+
+    async def one(index: int, task: Task) -> Trajectory:
+        async with slots:
+            admission = _admission(workspace, name, stage, family_name, index, task, version)
+            trajectory = await run_rollout(
+                admission, family, serve.gateway, serve.sandboxes, spec=spec, clock=time.time
+            )
+            workspace.ledger.complete(trajectory, disposition=Disposition.EVALUATED)
+            return trajectory
+
+    tasks = list(islice(family.tasks("test", cursor=0), num_tasks))
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(i, task)) for i, task in enumerate(tasks)]
+    trajectories = [task.result() for task in running]
+    elapsed_s = time.perf_counter() - started_s
+    cell = summarise(trajectories) | {
+        "stage": stage,
+        "family": family_name,
+        "num_tasks": num_tasks,
+        "policy_version": version,
+        "elapsed_s": elapsed_s,
+    }
+    metrics = [
+        Metric(f"success/{stage}/{family_name}", cell["num_solved"], cell["num_graded"]),
+        Metric("rollout/excluded", cell["num_excluded"], reduce="sum"),
+    ]
+    return cell, metrics
+
+
+def summarise(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return what a cell of the matrix says, excluded rollouts counted apart and never as failures."""
+    graded = [t for t in trajectories if t.reward is not None]
+    solved = [t for t in graded if t.reward is not None and t.reward >= 1.0]
+    by_difficulty: dict[str, list[int]] = {}
+    for trajectory in graded:
+        entry = by_difficulty.setdefault(f"{trajectory.difficulty:g}", [0, 0])
+        entry[0] += trajectory in solved
+        entry[1] += 1
+    rewards = [t.reward for t in graded if t.reward is not None]
+    return {
+        "num_graded": len(graded),
+        "num_solved": len(solved),
+        "num_excluded": len(trajectories) - len(graded),
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "mean_turns": sum(t.num_turns for t in graded) / len(graded) if graded else None,
+        "mean_sampled_tokens": (
+            sum(t.num_sampled_tokens for t in graded) / len(graded) if graded else None
+        ),
+        "outcomes": dict(Counter(t.outcome.value for t in trajectories)),
+        "by_difficulty": dict(sorted(by_difficulty.items(), key=lambda item: float(item[0]))),
+    }
+
+
+def _admission(
+    workspace: Workspace,
+    name: str,
+    stage: str,
+    family: str,
+    index: int,
+    task: Task,
+    version: int,
+) -> Admission:
+    attempt = 0
+    group_id = f"{name}/{stage}/{family}/{index}"
+    while workspace.ledger.row(f"{group_id}/{attempt}") is not None:
+        attempt += 1  # an evaluation that was cut off did this task before
+    seed_text = f"{workspace.recipe.seed}/{name}/{stage}/{task.id}"
+    return Admission(
+        trajectory_id=f"{group_id}/{attempt}",
+        stage=name,
+        group_id=group_id,
+        group_index=index,
+        member_index=0,
+        attempt=attempt,
+        task=task,
+        policy_version=version,
+        seed=int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:6]),
+    )
+
+
+def matrix_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the matrix as text: a row per checkpoint, a column per family, success in percent."""
+    families = sorted({cell["family"] for cell in cells})
+    stages = list(dict.fromkeys(cell["stage"] for cell in cells))
+    rates = {
+        (cell["stage"], cell["family"]): 100.0 * cell["num_solved"] / max(cell["num_graded"], 1)
+        for cell in cells
+    }
+    width = max([len(stage) for stage in stages] + [10])
+    lines = [" " * width + "".join(f"{family:>12}" for family in families)]
+    for stage in stages:
+        values = [rates.get((stage, family)) for family in families]
+        lines.append(
+            f"{stage:<{width}}"
+            + "".join(f"{'-':>12}" if value is None else f"{value:>11.1f}%" for value in values)
+        )
+    return lines

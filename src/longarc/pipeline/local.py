@@ -1,0 +1,131 @@
+"""Runs a recipe on this machine, stage after stage, and goes on where an earlier start stopped."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from longarc.config.recipe import Recipe
+from longarc.config.stages import (
+    DistillConfig,
+    DsaConfig,
+    EvalConfig,
+    MidtrainConfig,
+    PretrainConfig,
+    RlConfig,
+    SftConfig,
+    StageConfig,
+)
+from longarc.pipeline import (
+    agentic_rl,
+    distill,
+    dsa,
+    evaluation,
+    general_rl,
+    midtrain,
+    pretrain,
+    reasoning_rl,
+    sft,
+)
+from longarc.pipeline.progress import ProgressLine
+from longarc.pipeline.workspace import Interrupted, Workspace
+from longarc.runs.directory import RunDirectory
+from longarc.runs.metrics import open_sinks
+
+_RL_STAGES = {
+    "reasoning_rl": reasoning_rl.run,
+    "agentic_rl": agentic_rl.run,
+    "general_rl": general_rl.run,
+}
+
+
+@contextlib.contextmanager
+def open_workspace(
+    recipe: Recipe, run_dir: Path, *, resume: bool, progress: ProgressLine
+) -> Iterator[Workspace]:
+    """Open a run for writing: its directory, ledger and sinks; all are closed afterwards."""
+    start = RunDirectory.resume if resume else RunDirectory.create
+    with start(run_dir, recipe=recipe.model_dump(mode="json"), seeds={"run": recipe.seed}) as run:
+        ledger = run.open_ledger()
+        sink = open_sinks(
+            run_dir, recipe.sinks, run_name=recipe.name, recipe=recipe.model_dump(mode="json")
+        )
+        try:
+            yield Workspace(
+                recipe=recipe,
+                run=run,
+                ledger=ledger,
+                sink=sink,
+                progress=progress,
+                stop=asyncio.Event(),
+            )
+        finally:
+            sink.close()
+            ledger.close()
+
+
+async def run_recipe(workspace: Workspace) -> None:
+    """Run every stage that is not finished.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came; everything is saved.
+    """
+    with stopping_on_signals(workspace.stop):
+        for name, config in workspace.recipe.stages.items():
+            workspace.check_stop()
+            if config.kind != "eval" and workspace.run.stage(name).final() is not None:
+                continue
+            started_s = time.monotonic()
+            workspace.run.event("stage_started", stage=name, stage_kind=config.kind)
+            try:
+                await run_stage(workspace, name, config)
+            finally:
+                # Also when cut off: the report adds up what every start spent.
+                workspace.run.event(
+                    "stage_ended", stage=name, elapsed_s=time.monotonic() - started_s
+                )
+
+
+async def run_stage(workspace: Workspace, name: str, config: StageConfig) -> None:
+    """Run one stage."""
+    match config:
+        case PretrainConfig():
+            await pretrain.run(workspace, name, config)
+        case MidtrainConfig():
+            await midtrain.run(workspace, name, config)
+        case DsaConfig():
+            await dsa.run(workspace, name, config)
+        case SftConfig():
+            await sft.run(workspace, name, config)
+        case RlConfig():
+            await _RL_STAGES[config.kind](workspace, name, config)
+        case DistillConfig():
+            await distill.run(workspace, name, config)
+        case EvalConfig():
+            await evaluation.run(workspace, name, config)
+
+
+@contextlib.contextmanager
+def stopping_on_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Let SIGINT and SIGTERM set ``stop``; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+
+    def ask(received: signal.Signals) -> None:
+        if stop.is_set():
+            signal.signal(received, signal.SIG_DFL)
+            signal.raise_signal(received)
+        stop.set()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for received in signals:
+        loop.add_signal_handler(received, ask, received)
+    try:
+        yield
+    finally:
+        for received in signals:
+            loop.remove_signal_handler(received)
+
+
+__all__ = ["Interrupted", "open_workspace", "run_recipe", "run_stage", "stopping_on_signals"]

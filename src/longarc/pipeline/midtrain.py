@@ -1,0 +1,53 @@
+"""Stage ``midtrain``: the same model on longer contexts, with a raised RoPE base."""
+
+from longarc.config.model import GlmMoeDsaConfig
+from longarc.config.stages import MidtrainConfig
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
+from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
+from longarc.pipeline.workspace import Workspace
+from longarc.trainer.supervised import SupervisedSettings
+
+
+async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
+    """Continue next-token prediction, densely, on documents that need their whole length."""
+    loaded = workspace.load(workspace.input_checkpoint(stage))
+    seed = workspace.recipe.seed + 1
+    stream = document_stream(
+        corpus_texts(config.corpus, seed=seed),
+        workspace.tokenizer(),
+        context_tokens=config.context_tokens,
+        long_share_frac=config.long_share_frac,
+        seed=seed,
+    )
+    await train_supervised(
+        workspace,
+        stage=stage,
+        config=config,
+        settings=SupervisedSettings(
+            optimizer=config.optimizer,
+            num_steps=config.num_steps,
+            micro_batch_tokens=config.micro_batch_tokens,
+            attention=loaded.attention,
+            router_bias_rate=config.router_bias_rate,
+        ),
+        model=with_rope_theta(loaded.model, config.rope_theta),
+        policy_version=loaded.manifest.policy_version,
+        documents=StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+    )
+
+
+def with_rope_theta(model: Decoder, rope_theta: float | None) -> Decoder:
+    """Return a model of the same weights with another RoPE base."""
+    if rope_theta is None or rope_theta == model.config.rope_theta:
+        return model
+    config = model.config.model_copy(update={"rope_theta": rope_theta})
+    raised = build_model(config, seed=0)
+    raised.load_state_dict(model.state_dict())
+    return raised
+
+
+def supports_sparse(model: Decoder) -> bool:
+    """Say whether the model has an indexer to select keys with."""
+    return isinstance(model.config, GlmMoeDsaConfig)

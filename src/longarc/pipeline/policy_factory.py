@@ -1,0 +1,74 @@
+"""Builds a policy trainer from plain data, here or in a process of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from longarc.algos.advantages import group_advantages
+from longarc.algos.protocols import PolicyLoss
+from longarc.config.load_object import load_object
+from longarc.config.stages import LossConfig
+from longarc.config.training import OptimizerConfig
+from longarc.models.decoder_base import Decoder
+from longarc.pipeline.workspace import load_checkpoint
+from longarc.trainer.policy import PolicySettings, PolicyTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTrainerSpec:
+    """Everything a policy trainer is made of; plain data, so that another process can build it."""
+
+    input_checkpoint: str
+    """Final checkpoint of the stage before."""
+    resume_checkpoint: str | None
+    """Newest checkpoint of this stage; None starts from ``input_checkpoint``."""
+    publish_directory: str
+    """Where weights for engines are written."""
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    num_steps: int
+    micro_batch_tokens: int
+    temperature: float
+    router_bias_rate: float
+    num_threads: int
+    advantage: Literal["std", "mean"] = "std"
+    teachers: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint of each family's teacher; empty where rewards teach."""
+
+
+def build_policy_trainer(spec: PolicyTrainerSpec) -> PolicyTrainer:
+    """Load weights, teachers and loss, and continue from the stage's own checkpoint if there is one."""
+    torch.set_num_threads(spec.num_threads)
+    loaded = load_checkpoint(Path(spec.input_checkpoint))
+    loss: PolicyLoss = load_object(spec.loss.path, kind=PolicyLoss)
+    trainer = PolicyTrainer(
+        loaded.model,
+        PolicySettings(
+            optimizer=spec.optimizer,
+            num_steps=spec.num_steps,
+            micro_batch_tokens=spec.micro_batch_tokens,
+            temperature=spec.temperature,
+            attention=loaded.attention,
+            reduction=spec.loss.reduction,
+            loss_settings=spec.loss.settings,
+            router_bias_rate=spec.router_bias_rate,
+        ),
+        loss=loss,
+        publish_directory=spec.publish_directory,
+        teachers=_teachers(spec.teachers) if spec.teachers else None,
+        advantage_fn=partial(group_advantages, normalise=spec.advantage),
+        policy_version=loaded.manifest.policy_version,
+    )
+    if spec.resume_checkpoint is not None:
+        trainer.load(spec.resume_checkpoint)
+    return trainer
+
+
+def _teachers(checkpoints: Mapping[str, str]) -> dict[str, Decoder]:
+    """Load each teacher once, also where it teaches several families."""
+    models = {path: load_checkpoint(Path(path)).model for path in sorted(set(checkpoints.values()))}
+    return {family: models[path] for family, path in checkpoints.items()}

@@ -1,0 +1,46 @@
+"""Stage ``pretrain``: a tokenizer from text, then a model from random weights."""
+
+from longarc.config.stages import PretrainConfig
+from longarc.models.build import build_model
+from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
+from longarc.pipeline.workspace import Workspace
+from longarc.tokens.tokenizer import Tokenizer
+from longarc.trainer.supervised import SupervisedSettings
+
+
+async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
+    """Train the tokenizer where the recipe brings none, then next-token prediction, densely."""
+    seed = workspace.recipe.seed
+    texts = corpus_texts(config.corpus, seed=seed)
+    if workspace.recipe.tokenizer.path is None and not workspace.tokenizer_path.exists():
+        train_tokenizer(workspace, config)
+    tokenizer = workspace.tokenizer()
+    stream = document_stream(texts, tokenizer, context_tokens=config.context_tokens, seed=seed)
+    await train_supervised(
+        workspace,
+        stage=stage,
+        config=config,
+        settings=SupervisedSettings(
+            optimizer=config.optimizer,
+            num_steps=config.num_steps,
+            micro_batch_tokens=config.micro_batch_tokens,
+            attention="dense",
+            router_bias_rate=config.router_bias_rate,
+        ),
+        model=build_model(workspace.recipe.model, seed=seed),
+        policy_version=0,
+        documents=StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+    )
+
+
+def train_tokenizer(workspace: Workspace, config: PretrainConfig) -> None:
+    """Train the byte-level BPE on the beginning of the stage's own text."""
+    settings = workspace.recipe.tokenizer
+    texts = corpus_texts(config.corpus, seed=workspace.recipe.seed)
+    sample: list[str] = []
+    num_bytes = 0
+    while num_bytes < settings.training_bytes:
+        sample.append(texts.text(len(sample)))
+        num_bytes += len(sample[-1].encode())
+    Tokenizer.train(sample, vocab_size=settings.vocab_size).save(workspace.tokenizer_path)

@@ -1,0 +1,105 @@
+"""Takes a recorded step again from the checkpoint before it, and compares the weights bit for bit."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from longarc.config.recipe import Recipe
+from longarc.config.stages import DistillConfig, RlConfig
+from longarc.errors import CheckpointError, ConfigError
+from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
+from longarc.pipeline.rl import trainer_spec
+from longarc.records.batch import StepReport
+from longarc.runs.checkpoint import read_manifest
+from longarc.runs.directory import RunDirectory
+from longarc.runs.reader import LedgerReader
+
+
+def replay_step(recipe: Recipe, run_dir: Path, where: str) -> tuple[StepReport, StepReport]:
+    """Recompute one recorded step.
+
+    Starts from the newest checkpoint at or before the step and takes every recorded step from there on
+    again, the asked one last. Nothing in the run directory is changed.
+
+    Args:
+        recipe: the run's recipe.
+        run_dir: the run.
+        where: ``STAGE:STEP``, or ``STEP`` where the recipe has one RL stage; steps count from 0.
+
+    Returns:
+        What the run recorded, and what was computed now.
+
+    Raises:
+        ConfigError: there is no such stage or step.
+        CheckpointError: the checkpoints before the step are gone.
+    """
+    stage, step = _parse(recipe, where)
+    run = RunDirectory.look(run_dir)
+    with run.read_ledger() as ledger, TemporaryDirectory() as scratch:
+        num_steps = len(ledger.steps(stage))
+        if not 0 <= step < num_steps:
+            raise ConfigError(
+                f"stage {stage!r} of {run_dir} has {num_steps} recorded steps, 0 to {num_steps - 1}; {step} is not one"
+            )
+        start, spec = _start(recipe, run, stage, step, scratch)
+        return ledger.report(stage, step), asyncio.run(
+            _recompute(ledger, stage, spec, start=start, step=step)
+        )
+
+
+async def _recompute(
+    ledger: LedgerReader, stage: str, spec: PolicyTrainerSpec, *, start: int, step: int
+) -> StepReport:
+    trainer = build_policy_trainer(spec)
+    for earlier in range(start, step):
+        await trainer.step(ledger.batch(stage, earlier))
+    return await trainer.step(ledger.batch(stage, step))
+
+
+def _parse(recipe: Recipe, where: str) -> tuple[str, int]:
+    rl_stages = [n for n, c in recipe.stages.items() if isinstance(c, RlConfig | DistillConfig)]
+    stage, separator, number = where.rpartition(":")
+    if not separator and len(rl_stages) == 1:
+        stage = rl_stages[0]
+    if stage not in rl_stages or not number.isdigit():
+        raise ConfigError(
+            f"--replay {where!r}: write STAGE:STEP with one of the stages {rl_stages}, e.g. "
+            f"{rl_stages[0] if rl_stages else 'agentic_rl'}:3"
+        )
+    return stage, int(number)
+
+
+def _start(
+    recipe: Recipe, run: RunDirectory, stage: str, step: int, scratch: str
+) -> tuple[int, PolicyTrainerSpec]:
+    config = recipe.stages[stage]
+    assert isinstance(config, RlConfig | DistillConfig)
+    names = list(recipe.stages)
+    before = [n for n in names[: names.index(stage)] if recipe.stages[n].kind != "eval"][-1]
+    first = run.stage(before).final()
+    if first is None:
+        raise CheckpointError(
+            f"stage {before!r} of {run.path} has no final checkpoint to start from"
+        )
+    usable = [c for c in run.stage(stage).checkpoints() if read_manifest(c).step <= step]
+    teachers: dict[str, str] = {}
+    if isinstance(config, DistillConfig):
+        for family in config.tasks:
+            teacher = run.stage(config.teachers[family]).final()
+            if teacher is None:
+                raise CheckpointError(
+                    f"teacher {config.teachers[family]!r} has no final checkpoint"
+                )
+            teachers[family] = str(teacher)
+    spec = trainer_spec(
+        recipe,
+        config,
+        input_checkpoint=first,
+        resume_checkpoint=usable[-1] if usable else None,
+        publish_directory=Path(scratch),
+        teachers=teachers,
+    )
+    # A replay is alone on the machine, but only the recorded thread count repeats the recorded sums.
+    spec = replace(spec, num_threads=recipe.trainer_threads)
+    return (read_manifest(usable[-1]).step if usable else 0), spec

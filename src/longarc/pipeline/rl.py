@@ -1,0 +1,274 @@
+"""What reasoning_rl, agentic_rl, general_rl and distill share: the asynchronous loop with real workers.
+
+::
+
+    orchestrator -- sessions --> gateway --> engine (this process, one thread)
+         |  \\-- boxes --> sandbox
+         \\-- batches --> trainer (this process, or one of its own) --weights--> engine
+
+A resumed stage loads its newest checkpoint, takes the steps that the ledger recorded after it again,
+and must arrive at the recorded weights bit for bit before anything new is sampled.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from longarc.config.recipe import Recipe
+from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig
+from longarc.engine.embedded import EmbeddedEngine
+from longarc.envs.sandbox.backend import BwrapBackend
+from longarc.errors import ContractError
+from longarc.gateway.core import Gateway
+from longarc.orchestrator.loop import run_stage
+from longarc.orchestrator.mixture import FamilyShare
+from longarc.orchestrator.stage import StageSpec, Workers
+from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
+from longarc.pipeline.workspace import Interrupted, Loaded, Workspace
+from longarc.records.batch import StepReport
+from longarc.records.ports import Trainer
+from longarc.records.sampling import Sampling
+from longarc.runs.checkpoint import list_checkpoints, read_manifest
+from longarc.trainer.process import ProcessTrainer
+
+
+async def reinforce(
+    workspace: Workspace,
+    stage: str,
+    config: RlConfig | DistillConfig,
+    *,
+    teachers: dict[str, str] | None = None,
+) -> None:
+    """Run one RL or distillation stage to its end, or continue it.
+
+    Args:
+        workspace: the run.
+        stage: name of the stage.
+        config: its settings.
+        teachers: checkpoint of each family's teacher; None trains on rewards.
+
+    Raises:
+        Interrupted: the user asked to stop; the stage is saved.
+    """
+    directory = workspace.run.stage(stage)
+    resumed = directory.latest()
+    loaded = workspace.load(workspace.input_checkpoint(stage))
+    publish_directory = directory.path / "published"
+    publish_directory.mkdir(parents=True, exist_ok=True)
+    spec = trainer_spec(
+        workspace.recipe,
+        config,
+        input_checkpoint=loaded.path,
+        resume_checkpoint=resumed,
+        publish_directory=publish_directory,
+        teachers=teachers or {},
+    )
+    first_version = loaded.manifest.policy_version
+    async with _trainer(spec, config) as trainer:
+        version = await _catch_up(workspace, stage, trainer, resumed)
+        saver = _Saver(workspace, stage, config, trainer, loaded, first_version)
+        async with serving(workspace, loaded, config.rollout, policy_version=version) as serve:
+            families = workspace.families(config.tasks)
+            result = await run_stage(
+                config.loop,
+                StageSpec(
+                    stage=stage,
+                    families=[
+                        FamilyShare(family=family, share=config.tasks[name].share_frac)
+                        for name, family in families.items()
+                    ],
+                    sampling=sampling_of(config.rollout, serve.gateway),
+                    max_context_tokens=config.rollout.max_context_tokens,
+                    run_seed=workspace.recipe.seed,
+                ),
+                Workers(
+                    trainer=trainer,
+                    engine=serve.engine,
+                    sessions=serve.gateway,
+                    sandboxes=serve.sandboxes,
+                    ledger=workspace.ledger,
+                    sinks=[workspace.sink],
+                    progress=workspace.progress,
+                ),
+                policy_version=version,
+                on_step=saver,
+                stop=workspace.stop,
+            )
+        final = await saver.save(result.policy_version)
+    if not result.is_complete:
+        raise Interrupted
+    directory.set_final(final)
+
+
+class Serving:
+    """An engine, its gateway and boxes for the tools."""
+
+    def __init__(self, engine: EmbeddedEngine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
+        self.engine = engine
+        self.gateway = gateway
+        self.sandboxes = sandboxes
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    workspace: Workspace,
+    loaded: Loaded,
+    rollout: RolloutConfig,
+    *,
+    policy_version: int,
+    logs_turns: bool = True,
+) -> AsyncIterator[Serving]:
+    """Serve a checkpoint for rollouts until the block ends.
+
+    Args:
+        workspace: the run.
+        loaded: the checkpoint.
+        rollout: how it is sampled.
+        policy_version: version [optimizer steps] of the weights the engine starts with.
+        logs_turns: whether each turn is durable before it is answered; an evaluation, which can be
+            repeated, does without.
+    """
+    engine = EmbeddedEngine(
+        workspace.load(loaded.path).model,
+        workspace.recipe.engine,
+        max_context_tokens=rollout.max_context_tokens,
+        policy_version=policy_version,
+        attention=loaded.attention,
+        seed=workspace.recipe.seed,
+    )
+    sandboxes = BwrapBackend()
+    try:
+        async with engine:
+            yield Serving(
+                engine,
+                Gateway(
+                    engine,
+                    workspace.chat_format(),
+                    turn_log=workspace.ledger.append_turn if logs_turns else None,
+                ),
+                sandboxes,
+            )
+    finally:
+        await sandboxes.close()
+
+
+def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
+    """Return how a stage samples; each rollout adds its own seed."""
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        stop_ids=gateway.chat_format.stop_ids,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _trainer(
+    spec: PolicyTrainerSpec, config: RlConfig | DistillConfig
+) -> AsyncIterator[Trainer]:
+    if not config.trainer_process:
+        yield build_policy_trainer(spec)
+        return
+    process = await ProcessTrainer.start(
+        partial(build_policy_trainer, spec), num_threads=spec.num_threads
+    )
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+def trainer_spec(
+    recipe: Recipe,
+    config: RlConfig | DistillConfig,
+    *,
+    input_checkpoint: Path,
+    resume_checkpoint: Path | None,
+    publish_directory: Path,
+    teachers: Mapping[str, str],
+) -> PolicyTrainerSpec:
+    """Return what the trainer of a stage is made of."""
+    spec = PolicyTrainerSpec(
+        input_checkpoint=str(input_checkpoint),
+        resume_checkpoint=None if resume_checkpoint is None else str(resume_checkpoint),
+        publish_directory=str(publish_directory),
+        optimizer=config.optimizer,
+        loss=config.loss,
+        num_steps=config.loop.num_steps,
+        micro_batch_tokens=config.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        router_bias_rate=0.0,
+        num_threads=recipe.trainer_threads,
+        teachers=teachers,
+    )
+    if isinstance(config, RlConfig):
+        spec = replace(spec, advantage=config.advantage, router_bias_rate=config.router_bias_rate)
+    return spec
+
+
+async def _catch_up(
+    workspace: Workspace, stage: str, trainer: Trainer, resumed: Path | None
+) -> int:
+    """Take the steps again that the ledger has and the checkpoint has not; return the version reached."""
+    rows = workspace.ledger.steps(stage)
+    if resumed is not None:
+        manifest = read_manifest(resumed)
+        step, version = manifest.step, manifest.policy_version
+    else:
+        step = 0
+        version = read_manifest(workspace.input_checkpoint(stage)).policy_version
+    for row in rows[step:]:
+        report = await trainer.step(workspace.ledger.batch(stage, row.step))
+        if report.weights_sha256 != row.weights_sha256:
+            raise ContractError(
+                f"stage {stage!r}: recomputing recorded step {row.step} gave weights "
+                f"{report.weights_sha256[:12]}, recorded were {row.weights_sha256[:12]}. The machine, the torch "
+                f"version or the thread count differs from the run's; resume where it was started."
+            )
+        version = report.policy_version
+    return version
+
+
+class _Saver:
+    """Saves the trainer every few steps; awaited by the orchestrator after each step."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        stage: str,
+        config: RlConfig | DistillConfig,
+        trainer: Trainer,
+        loaded: Loaded,
+        first_version: int,
+    ) -> None:
+        self._workspace = workspace
+        self._stage = stage
+        self._every = config.checkpoint_every_steps
+        self._trainer = trainer
+        self._loaded = loaded
+        self._first_version = first_version
+        self._directory = workspace.run.stage(stage)
+        self._writer = self._directory.writer(keep_last=2)
+
+    async def __call__(self, report: StepReport) -> None:
+        if (report.policy_version - self._first_version) % self._every == 0:
+            await self.save(report.policy_version)
+
+    async def save(self, policy_version: int) -> Path:
+        """Write a checkpoint of the trainer as it is, unless there is one."""
+        step = policy_version - self._first_version
+        path = self._writer.path(step)
+        if path in list_checkpoints(self._directory.checkpoints_path):
+            return path
+        fields = self._workspace.manifest_fields(
+            stage=self._stage,
+            step=step,
+            policy_version=policy_version,
+            model=self._loaded.model,
+            attention=self._loaded.attention,
+        )
+        with_fields = self._writer.open(**fields)  # type: ignore[arg-type]
+        with with_fields as staging:
+            await self._trainer.save(str(staging))
+        return path

@@ -1,0 +1,198 @@
+"""What every stage of a run shares: its directory, tokenizer, checkpoints, sinks and the wish to stop."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from longarc.config.load_object import load_object
+from longarc.config.model import ModelConfig
+from longarc.config.recipe import Recipe
+from longarc.config.stages import TaskShare
+from longarc.errors import CheckpointError, ConfigError, RolloutError, boundary
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
+from longarc.models.hf_weights import load_weights
+from longarc.records.metric import Metric, combine
+from longarc.records.ports import MetricSink, Progress, TaskFamily
+from longarc.runs.checkpoint import Manifest, read_manifest, verify
+from longarc.runs.directory import RunDirectory
+from longarc.runs.ledger import Ledger
+from longarc.tokens.chat_format import ChatFormat
+from longarc.tokens.chatml import ChatMlFormat
+from longarc.tokens.glm import GlmFormat
+from longarc.tokens.tokenizer import Tokenizer
+
+Attention = Literal["dense", "sparse"]
+
+TOKENIZER_FILE = "tokenizer.json"
+"""Name of the run's tokenizer in the run directory."""
+
+_MODEL_CONFIG: TypeAdapter[ModelConfig] = TypeAdapter(ModelConfig)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user asked to stop; everything is saved and the run can be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint in memory."""
+
+    model: Decoder
+    manifest: Manifest
+    path: Path
+
+    @property
+    def attention(self) -> Attention:
+        """How the model attends: sparse once the dsa stage is behind it."""
+        return "sparse" if self.manifest.info.get("attention") == "sparse" else "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """One run while it goes."""
+
+    recipe: Recipe
+    run: RunDirectory
+    ledger: Ledger
+    sink: MetricSink
+    progress: Progress
+    stop: asyncio.Event
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Where the run's tokenizer is."""
+        return self.run.path / TOKENIZER_FILE
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the run's tokenizer, copying the recipe's into the run first where it names one."""
+        if not self.tokenizer_path.exists():
+            source = self.recipe.tokenizer.path
+            if source is None:
+                raise ConfigError(
+                    f"{self.tokenizer_path} does not exist yet: the pretrain stage trains it; run that first"
+                )
+            Tokenizer.load(Path(source)).save(self.tokenizer_path)
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        check_fits(tokenizer, self.recipe.model)
+        return tokenizer
+
+    def chat_format(self) -> ChatFormat:
+        """Return the run's chat format over its tokenizer."""
+        return chat_format(self.recipe.tokenizer.chat_format, self.tokenizer())
+
+    def input_checkpoint(self, stage: str) -> Path:
+        """Return the final checkpoint of the training stage before ``stage``."""
+        previous: str | None = None
+        for name, config in self.recipe.stages.items():
+            if name == stage:
+                break
+            if config.kind != "eval":
+                previous = name
+        if previous is None:
+            raise ConfigError(f"stage {stage!r} has no training stage before it")
+        return self.final(previous)
+
+    def final(self, stage: str) -> Path:
+        """Return the final checkpoint of a finished stage."""
+        path = self.run.stage(stage).final()
+        if path is None:
+            raise CheckpointError(
+                f"stage {stage!r} of {self.run.path} is not finished: it has no final checkpoint. "
+                f"Resume the run first."
+            )
+        return path
+
+    def load(self, checkpoint: Path) -> Loaded:
+        """Build the model of a checkpoint and load its weights, after verifying every file."""
+        return load_checkpoint(checkpoint, tokenizer_sha256=self._tokenizer_sha256())
+
+    def manifest_fields(
+        self, *, stage: str, step: int, policy_version: int, model: Decoder, attention: Attention
+    ) -> dict[str, object]:
+        """Return what a checkpoint of this run says of itself."""
+        return {
+            "kind": "policy",
+            "stage": stage,
+            "step": step,
+            "policy_version": policy_version,
+            "model": model.config.model_dump(mode="json"),
+            "tokenizer_sha256": self._tokenizer_sha256(),
+            "info": {"attention": attention, "chat_format": self.recipe.tokenizer.chat_format},
+        }
+
+    def families(self, shares: Mapping[str, TaskShare]) -> dict[str, TaskFamily]:
+        """Build the task families of a stage: the recipe's settings under the stage's own."""
+        return {name: self.family(name, share) for name, share in shares.items()}
+
+    def family(self, name: str, share: TaskShare) -> TaskFamily:
+        """Build one task family.
+
+        Raises:
+            ConfigError: the import path is wrong, or the family refuses its settings.
+        """
+        config = self.recipe.tasks[name]
+        settings = {**config.settings, **share.settings}
+        factory = load_object(config.path, kind=type)
+        with boundary(RolloutError, f"tasks.{name}: {config.path} with settings {settings}"):
+            family = factory(**settings)
+        if not isinstance(family, TaskFamily):
+            raise ConfigError(
+                f"tasks.{name}: {config.path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
+                f"and grade() (longarc.records.ports)"
+            )
+        return family
+
+    def record(self, stage: str, step: int, num_steps: int, metrics: Sequence[Metric]) -> None:
+        """Write the metrics of 1-based ``step`` and show them."""
+        self.sink.write(stage=stage, step=step, values=combine(metrics))
+        self.progress.update(stage=stage, step=step, num_steps=num_steps, metrics=metrics)
+
+    def check_stop(self) -> None:
+        """Raise where the user asked to stop."""
+        if self.stop.is_set():
+            raise Interrupted
+
+    def _tokenizer_sha256(self) -> str | None:
+        return Tokenizer.load(self.tokenizer_path).digest if self.tokenizer_path.exists() else None
+
+
+def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) -> Loaded:
+    """Build the model of a checkpoint and load its weights.
+
+    Raises:
+        CheckpointError: it is damaged, or belongs to another tokenizer.
+    """
+    manifest = verify(checkpoint)
+    if tokenizer_sha256 and manifest.tokenizer_sha256 not in (None, tokenizer_sha256):
+        raise CheckpointError(
+            f"{checkpoint} was trained with tokenizer {str(manifest.tokenizer_sha256)[:12]}, but this run's is "
+            f"{tokenizer_sha256[:12]}: ids would mean other text. Use the tokenizer.json of the run it comes from."
+        )
+    model = build_model(_MODEL_CONFIG.validate_python(manifest.model), seed=0)
+    load_weights(model, str(checkpoint / "model.safetensors"))
+    return Loaded(model=model, manifest=read_manifest(checkpoint), path=checkpoint)
+
+
+def check_fits(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids but model.vocab_size={model.vocab_size}: ids above "
+            f"would have no embedding. Raise model.vocab_size or use the model's own tokenizer."
+        )
+
+
+def chat_format(name: str, tokenizer: Tokenizer) -> ChatFormat:
+    """Return the chat format a recipe names."""
+    match name:
+        case "glm-5":
+            return GlmFormat(tokenizer, version="glm-4.7")
+        case "glm-5.2":
+            return GlmFormat(tokenizer, version="glm-5.2")
+        case _:
+            return ChatMlFormat(tokenizer)
