@@ -88,14 +88,21 @@ def processes() -> dict[int, bytes]:
     return found
 
 
-def box_memory_kib(box: BwrapSandbox) -> float:
-    """Proportional memory of a box's processes: both bwraps and the exec server."""
-    pids, total = [box.vessel.process.pid], 0
+def box_pids(box: BwrapSandbox) -> set[int]:
+    """Both bwraps and the exec server."""
+    pids, found = [box.vessel.process.pid], set()
     while pids:
-        pid = pids.pop()
+        found.add(pid := pids.pop())
+        pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return found
+
+
+def box_memory_kib(box: BwrapSandbox) -> float:
+    """Proportional memory of a box's processes."""
+    total = 0
+    for pid in box_pids(box):
         try:
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         except OSError:  # not ours to see; measured as root only
             return float("nan")
         total += sum(int(line.split()[1]) for line in rollup.split("\n") if line.startswith("Pss:"))
@@ -110,7 +117,9 @@ async def watch_loop(lags_ms: list[float]) -> None:
         lags_ms.append((time.perf_counter() - started) * 1e3 - 1)
 
 
-async def single_box(table: Table, backend: BwrapBackend, repeats: int) -> None:
+async def single_box(
+    table: Table, backend: BwrapBackend, repeats: int, seen_pids: set[int]
+) -> None:
     starts, closes, execs = [], [], []
     lags: list[float] = []
     watching = asyncio.ensure_future(watch_loop(lags))
@@ -120,6 +129,7 @@ async def single_box(table: Table, backend: BwrapBackend, repeats: int) -> None:
         starts.append((time.perf_counter() - started) * 1e3)
         for _ in range(8):
             execs.append(await milliseconds(lambda box=box: box.exec(["true"])))
+        seen_pids |= box_pids(box)
         closes.append(await milliseconds(box.close))
     watching.cancel()
     table.row("start, 30 files (median)", statistics.median(starts), "ms", at_most=50)
@@ -142,10 +152,14 @@ async def kept_box(table: Table, repeats: int) -> None:
     table.note("create and close of a kept box (median)", f"{statistics.median(rounds):.2f} ms")
 
 
-async def many_boxes(table: Table, backend: BwrapBackend, num_boxes: int) -> None:
+async def many_boxes(
+    table: Table, backend: BwrapBackend, num_boxes: int, seen_pids: set[int]
+) -> None:
     started = time.perf_counter()
     boxes = await asyncio.gather(*(backend.create(SPEC) for _ in range(num_boxes)))
     table.note(f"start of {num_boxes} boxes", f"{time.perf_counter() - started:.2f} s")
+    for box in boxes:
+        seen_pids |= box_pids(box)
     memory = statistics.median(box_memory_kib(box) for box in boxes) / 1024
     if memory == memory:
         table.row("memory per idle box (PSS, median)", memory, "MiB", at_most=8)
@@ -199,7 +213,7 @@ def host_killed(table: Table) -> None:
 
 async def main(num_boxes: int, repeats: int) -> None:
     table = Table()
-    before = set(processes())
+    seen_pids: set[int] = set()
     mounts = num_mounts()
     backend = BwrapBackend(max_boxes=num_boxes + 1)
     found = await backend.probe()
@@ -208,15 +222,14 @@ async def main(num_boxes: int, repeats: int) -> None:
     table.note("bwrap", found.bwrap_version)
     table.note("uid", str(os.geteuid()))
     table.note("load average of the last minute", f"{os.getloadavg()[0]:.1f}")
-    await single_box(table, backend, repeats)
+    await single_box(table, backend, repeats, seen_pids)
     await kept_box(table, repeats)
-    await many_boxes(table, backend, num_boxes)
+    await many_boxes(table, backend, num_boxes, seen_pids)
     await timeouts(table, backend)
     if os.geteuid() != NOBODY:  # a new interpreter may not be within nobody's reach
         await asyncio.to_thread(host_killed, table)
     await backend.close()
-    new = {pid: command for pid, command in processes().items() if pid not in before}
-    left = sum(b"bwrap" in command or b"execd.pyc" in command for command in new.values())
+    left = len(seen_pids & set(processes()))
     table.row("box processes left behind", left, "", at_most=0)
     more = num_mounts() - mounts
     table.row("mounts left behind", more, "", at_most=0)

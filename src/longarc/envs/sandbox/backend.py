@@ -244,10 +244,10 @@ def setup_request(spec: SandboxSpec, *, kernel: str | None = None) -> list[bytes
         ConfigError: a limit is too small to run anything, or a file cannot be in the workspace.
     """
     for name, value, minimum, maximum in (
-        ("memory_bytes", spec.memory_bytes, 32 << 20, 1 << 50),
+        ("memory_bytes", spec.memory_bytes, 64 << 20, 1 << 50),
         ("disk_bytes", spec.disk_bytes, 64 << 10, 1 << 50),
         ("num_processes", spec.num_processes, 4, 1 << 20),
-        ("output_bytes", spec.output_bytes, 1, MAX_OUTPUT_BYTES),
+        ("output_bytes", spec.output_bytes, 1, min(MAX_OUTPUT_BYTES, spec.memory_bytes // 8)),
     ):
         if not minimum <= value <= maximum:
             raise ConfigError(f"SandboxSpec.{name} is {value}; allowed is {minimum} to {maximum}")
@@ -284,10 +284,12 @@ def _checked_files(spec: SandboxSpec) -> dict[str, bytes]:
                 f"SandboxSpec.files holds {path!r} both as a file and as a folder; rename one"
             )
         num_bytes += -(-len(data) // PAGE_BYTES) * PAGE_BYTES
-    if num_bytes > spec.disk_bytes:
+    room = min(spec.disk_bytes, spec.memory_bytes // 4)  # the exec server holds them for a moment
+    if num_bytes > room:
         raise ConfigError(
-            f"SandboxSpec.files need {num_bytes} bytes but disk_bytes is {spec.disk_bytes}; "
-            f"raise disk_bytes or give fewer files"
+            f"SandboxSpec.files need {num_bytes} bytes; with disk_bytes={spec.disk_bytes} and "
+            f"memory_bytes={spec.memory_bytes} there is room for {room}: raise these, or give "
+            f"fewer files"
         )
     return dict(spec.files)
 

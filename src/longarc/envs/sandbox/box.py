@@ -28,7 +28,8 @@ REPLY_GRACE_S = 10.0
 """Time beyond a command's own deadline after which a silent exec server counts as dead [seconds]."""
 CLOSE_GRACE_S = 2.0
 """Time a box has to end before its bwrap is killed [seconds]."""
-MAX_READ_BYTES = 16 << 20
+MAX_TRANSFER_BYTES = 16 << 20
+"""Largest file read or written, and largest standard input."""
 MAX_REPLY_BYTES = 64 << 20
 """Anything longer is refused: the other side of the socket is not trusted."""
 
@@ -119,10 +120,11 @@ class BwrapSandbox:
         shell. Processes left in the background live on until they are too many, a later command
         is killed, or the box closes.
         """
-        if not argv or not timeout_s > 0:
+        if not argv or not timeout_s > 0 or len(stdin) > MAX_TRANSFER_BYTES:
             raise ValueError(
-                f"exec needs a program and a time, got argv={list(argv)} and timeout_s={timeout_s}; "
-                f"give at least one argument and more than 0 seconds"
+                f"exec got argv={list(argv)[:3]}, timeout_s={timeout_s} and {len(stdin)} bytes of "
+                f"stdin; give at least one argument, more than 0 seconds and at most "
+                f"{MAX_TRANSFER_BYTES} bytes"
             )
         words = [_encoded(word) for word in argv]
         if any(b"\0" in word for word in words):
@@ -157,12 +159,14 @@ class BwrapSandbox:
             )
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, with the folders it needs; relative paths start at the workspace."""
+        """Write a file of at most 16 MiB and the folders it needs; relative to the workspace."""
+        if len(data) > MAX_TRANSFER_BYTES:
+            raise OSError(errno.EFBIG, f"{len(data)} bytes; at most {MAX_TRANSFER_BYTES} at a time")
         await self.request([b"write", _encoded(path), data], timeout_s=REPLY_GRACE_S)
 
     async def read(self, path: str) -> bytes:
         """Read a regular file of at most 16 MiB; relative paths start at the workspace."""
-        request = [b"read", _encoded(path), b"%d" % MAX_READ_BYTES]
+        request = [b"read", _encoded(path), b"%d" % MAX_TRANSFER_BYTES]
         (data,) = await self.request(request, timeout_s=REPLY_GRACE_S)
         return data
 

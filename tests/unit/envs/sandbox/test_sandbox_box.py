@@ -93,7 +93,20 @@ async def test_a_file_operation_that_the_box_refuses_raises_its_own_error(box):
     await bash(box, "truncate -s 17M large")
     with pytest.raises(OSError, match="more than 16777216 bytes"):
         await box.read("large")
+    with pytest.raises(OSError, match="at most 16777216 at a time"):
+        await box.write("large", bytes((16 << 20) + 1))
     assert (await box.exec(["true"])).rc == 0
+
+
+async def test_the_smallest_box_moves_the_largest_file_and_output(backend):
+    data = os.urandom(16 << 20)
+    spec = SandboxSpec(files={"16": data}, memory_bytes=64 << 20, output_bytes=8 << 20)
+    box = await backend.create(spec)
+    assert await box.read("16") == data
+    await box.write("again", data)
+    assert (await bash(box, "cmp 16 again && rm again")).rc == 0
+    assert (await box.exec(["wc", "-c"], stdin=data)).stdout == b"16777216\n"
+    assert (await box.exec(["cat", "16"])).stdout == data[: 8 << 20]
 
 
 async def test_a_background_process_lives_on_and_does_not_hold_the_command(box):

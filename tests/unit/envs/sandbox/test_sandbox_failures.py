@@ -1,9 +1,12 @@
 """What the machine lacks is said with the value, what is allowed, and the fix."""
 
+import asyncio
 import os
 import shutil
 import signal
+import socket
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,17 @@ async def test_a_box_that_is_killed_from_outside_is_an_environment_failure(box):
         await box.read("b.txt")
     await box.close()
     await box.close()
+
+
+async def test_a_box_ends_when_the_host_hangs_up_even_while_a_command_runs(box, processes_with):
+    marker = f"4{uuid.uuid4().int % 10**12}"
+    running = asyncio.ensure_future(box.exec(["sleep", marker], timeout_s=1000))
+    while not processes_with(marker):
+        await asyncio.sleep(0.01)
+    box.vessel.connection.shutdown(socket.SHUT_RDWR)
+    while processes_with(marker):
+        await asyncio.sleep(0.01)
+    assert (await running).failure == "env_crashed"
 
 
 def test_a_backend_without_room_is_refused():

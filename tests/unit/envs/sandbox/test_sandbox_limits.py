@@ -210,7 +210,8 @@ async def test_the_event_loop_keeps_turning_while_boxes_work(backend):
         ({"files": {"": b""}}, "the path ''"),
         ({"files": {"a\0": b""}}, "plain relative paths"),
         ({"files": {"a": b"", "a/b/c": b""}}, "both as a file and as a folder"),
-        ({"files": {"a": bytes(1 << 20)}, "disk_bytes": 1 << 19}, "raise disk_bytes"),
+        ({"files": {"a": bytes(1 << 20)}, "disk_bytes": 1 << 19}, "room for 524288: raise"),
+        ({"files": {"a": bytes(17 << 20)}, "memory_bytes": 64 << 20}, "room for 16777216"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused_with_its_value(change, message):
@@ -223,3 +224,5 @@ async def test_exec_needs_a_program_and_a_time(box):
         await box.exec([])
     with pytest.raises(ValueError, match="more than 0 seconds"):
         await box.exec(["true"], timeout_s=0)
+    with pytest.raises(ValueError, match="at most 16777216 bytes"):
+        await box.exec(["cat"], stdin=bytes((16 << 20) + 1))
