@@ -109,7 +109,8 @@ class ServeAccess:
         session = self._sessions.get((shown, name))
         if session is not None and not session.is_closed:
             return session
-        if session is None and len(self._sessions) >= self._max_sessions:
+        self._sessions = {key: s for key, s in self._sessions.items() if not s.is_closed}
+        if len(self._sessions) >= self._max_sessions:
             raise WireError(
                 429,
                 f"session {name!r} does not exist and {self._max_sessions} are open, which is the "

@@ -116,7 +116,11 @@ class _Door:
 
     async def health(self, request: Request) -> Response:
         """Say whether the engine answers."""
-        health = await self._gateway.engine.health()
+        try:
+            with boundary(EngineError, "asking the engine for its health"):
+                health = await self._gateway.engine.health()
+        except LongArcError as error:
+            return _error(_as_wire(error))
         body = {
             "status": "ok" if health.is_ready else "not_ready",
             "policy_version": health.policy_version,

@@ -23,13 +23,15 @@ def dump_json(value: Json) -> str:
 
 
 def strict_json(text: str) -> Json:
-    """Read JSON, without the NaN and Infinity that Python would accept.
+    """Read JSON, without what Python would accept beyond it: NaN, Infinity, lone surrogates.
 
     Raises:
         ValueError: the text is not JSON.
     """
     try:
         value: Json = json.loads(text, parse_constant=_no_constant)
+        if "\\u" in text:
+            dump_json(value).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value

@@ -375,6 +375,17 @@ async def test_models_and_health_answer():
     assert health == {"status": "ok", "policy_version": 5, "num_sessions": 1, "num_requests": 0}
 
 
+async def test_an_engine_that_cannot_tell_its_health_is_a_503():
+    class Lost(FakeEngine):
+        async def health(self):
+            raise ConnectionError("gone")
+
+    async with Door(Lost([])).raw() as client:
+        answer = await client.get("/health")
+    assert answer.status_code == 503
+    assert "gone" in answer.json()["error"]["message"]
+
+
 class StuckEngine(FakeEngine):
     """Samples one piece and then waits until it is cancelled."""
 

@@ -184,6 +184,10 @@ def test_the_older_spelling_with_newlines_is_read_too():
             "NaN is not JSON",
         ),
         (
+            'bash<arg_key>timeout</arg_key><arg_value>"\\ud800"</arg_value></tool_call>',
+            "'timeout' must be JSON .*surrogates not allowed",
+        ),
+        (
             "bash" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2 + "</tool_call>",
             "'a' is given twice",
         ),
