@@ -23,6 +23,7 @@ class Gateway:
         chat_format: ChatFormat,
         *,
         min_new_tokens: int = 8,
+        clear_thinking: bool = False,
         turn_log: TurnLog | None = None,
     ) -> None:
         """Bind engine and format.
@@ -32,11 +33,15 @@ class Gateway:
             chat_format: how conversations become ids; it brings the tokenizer.
             min_new_tokens: a turn with room for fewer than this (and than it asked for) raises
                 ``ContextExhausted`` [tokens].
+            clear_thinking: False keeps reasoning in the context (preserved thinking), so that a
+                conversation only grows; True forgets it at each user message (interleaved thinking),
+                which opens a new segment there.
             turn_log: called with every turn before its answer is returned.
         """
         self._engine = engine
         self._format = chat_format
         self._min_new_tokens = min_new_tokens
+        self._clear_thinking = clear_thinking
         self._turn_log = turn_log
         self._sessions: dict[str, GatewaySession] = {}
 
@@ -81,6 +86,7 @@ class Gateway:
                 thinking=thinking,
                 max_context_tokens=max_context_tokens,
                 min_new_tokens=self._min_new_tokens,
+                clear_thinking=self._clear_thinking,
             ),
             engine=self._engine,
             chat_format=self._format,

@@ -44,8 +44,8 @@ def _digest(previous: bytes, *parts: bytes) -> bytes:
 
 
 def _call(call: ToolCall) -> list[Json]:
-    # The text of a malformed call is not part of the record, so malformed calls of one name are equal.
-    return [call.name, None if call.error else _canonical(call.arguments)]
+    # A malformed call holds no arguments, so it stays itself whether a client echoes its text or "{}".
+    return [call.name, _canonical(call.arguments)]
 
 
 def _canonical(value: Json) -> Json:

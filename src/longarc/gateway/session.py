@@ -21,7 +21,7 @@ from longarc.gateway.completion import Completion, collect
 from longarc.gateway.identity import next_key, opening_key
 from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
-from longarc.records.message import Message, ToolSpec
+from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
@@ -43,6 +43,8 @@ class SessionSettings:
     """Prompt and completion together [tokens]."""
     min_new_tokens: int
     """A turn with room for fewer than this ends the rollout [tokens]."""
+    clear_thinking: bool = False
+    """Whether a user message makes the model forget its earlier reasoning, which rewrites the history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,8 @@ class GatewaySession:
         if is_retry and (repeated := self._newest_answer_to(messages, keys[-1])) is not None:
             return repeated
         parent, num_matched = self._tree.match(messages, keys)
+        if self._forgets(messages[num_matched:], parent):
+            parent = None
         stored = self._tree.ids(parent)
         if parent is None:
             prompt = self._whole_prompt(messages, tools, thinking=thinks)
@@ -243,11 +247,23 @@ class GatewaySession:
         num_prompt_tokens = len(self._tree.ids(node)) - len(node.sampled_ids)
         return Answer(turn=_turn(node, num_prompt_tokens=num_prompt_tokens), node=node)
 
+    def _forgets(self, unmatched: Sequence[Message], parent: Node | None) -> bool:
+        """Whether the stored ids hold reasoning that a new user message clears."""
+        return (
+            self._settings.clear_thinking
+            and any(message.role is Role.USER for message in unmatched)
+            and self._tree.has_reasoning(parent)
+        )
+
     def _whole_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> "array[int]":
         chat = self._format.render(
-            messages, tools, thinking=thinking, clear_thinking=False, add_generation_prompt=True
+            messages,
+            tools,
+            thinking=thinking,
+            clear_thinking=self._settings.clear_thinking,
+            add_generation_prompt=True,
         )
         return id_array(chat.token_ids)
 

@@ -95,6 +95,10 @@ class SessionTree:
                 return False
         return True
 
+    def has_reasoning(self, node: Node | None) -> bool:
+        """Whether any turn from the root to this one holds reasoning."""
+        return any(step.message.reasoning for step in self._path(node))
+
     def ids(self, node: Node | None) -> "array[int]":
         """Return all ids from the root to the end of a turn.
 

@@ -138,7 +138,8 @@ async def test_call_ids_are_unique_across_turns():
     assert len(ids) == 2
 
 
-async def test_a_malformed_call_cannot_be_run_by_the_client_and_is_answered_by_its_id():
+@pytest.mark.parametrize("sanitised", [False, True])
+async def test_a_malformed_call_cannot_be_run_by_the_client_and_is_answered_by_its_id(sanitised):
     bad = sampled("x</think><tool_call>bash<arg_key>command</tool_call><|observation|>")
     door = Door(FakeEngine([bad, DONE]))
     async with door.sdk() as client:
@@ -147,6 +148,8 @@ async def test_a_malformed_call_cannot_be_run_by_the_client_and_is_answered_by_i
         (call,) = first.choices[0].message.tool_calls
         with pytest.raises(json.JSONDecodeError):
             json.loads(call.function.arguments)
+        if sanitised:
+            call.function.arguments = "{}"
         history += [
             first.choices[0].message,
             {"role": "tool", "tool_call_id": call.id, "content": "error: no JSON"},
