@@ -36,7 +36,9 @@ class InitialCheckpoint(Settings):
     """Start from existing weights instead of random ones."""
 
     path: str
-    """A Hugging Face directory (config.json and model.safetensors)."""
+    """A Hugging Face directory (config.json and model.safetensors); it decides the shape of the model."""
+    is_sparse: bool = False
+    """Whether the weights were trained with sparse attention; False attends densely until a dsa stage."""
 
 
 class Recipe(Settings):

@@ -15,7 +15,7 @@ from longarc.config.stages import TaskShare
 from longarc.errors import CheckpointError, ConfigError, RolloutError, boundary
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_weights import load_weights
+from longarc.models.hf_weights import load_pretrained_dir, load_weights, save_weights
 from longarc.records.metric import Metric, combine
 from longarc.records.ports import MetricSink, Progress, TaskFamily
 from longarc.runs.checkpoint import Manifest, read_manifest, verify
@@ -30,6 +30,9 @@ Attention = Literal["dense", "sparse"]
 
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the run's tokenizer in the run directory."""
+
+INITIAL_STAGE = "initial"
+"""Name under which imported weights stand beside the stages."""
 
 _MODEL_CONFIG: TypeAdapter[ModelConfig] = TypeAdapter(ModelConfig)
 
@@ -78,7 +81,8 @@ class Workspace:
                 )
             Tokenizer.load(Path(source)).save(self.tokenizer_path)
         tokenizer = Tokenizer.load(self.tokenizer_path)
-        check_fits(tokenizer, self.recipe.model)
+        if self.recipe.initial is None:
+            check_fits(tokenizer, self.recipe.model)
         return tokenizer
 
     def chat_format(self) -> ChatFormat:
@@ -93,9 +97,33 @@ class Workspace:
                 break
             if config.kind != "eval":
                 previous = name
-        if previous is None:
-            raise ConfigError(f"stage {stage!r} has no training stage before it")
-        return self.final(previous)
+        return self._initial() if previous is None else self.final(previous)
+
+    def _initial(self) -> Path:
+        """Import the recipe's Hugging Face weights as a checkpoint, once."""
+        if self.recipe.initial is None:
+            raise ConfigError(
+                "the first stage needs weights: put a pretrain stage before it or set initial.path"
+            )
+        directory = self.run.stage(INITIAL_STAGE)
+        done = directory.final()
+        if done is not None:
+            return done
+        model = load_pretrained_dir(self.recipe.initial.path)
+        check_fits(self.tokenizer(), model.config)
+        fields = self.manifest_fields(
+            stage=INITIAL_STAGE,
+            step=0,
+            policy_version=0,
+            model=model,
+            attention="sparse" if self.recipe.initial.is_sparse else "dense",
+        )
+        path = directory.writer(keep_last=1).write(
+            lambda p: save_weights(model, p / "model.safetensors"),
+            **fields,  # type: ignore[arg-type]
+        )
+        directory.set_final(path)
+        return path
 
     def final(self, stage: str) -> Path:
         """Return the final checkpoint of a finished stage."""
@@ -173,9 +201,14 @@ def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) ->
             f"{checkpoint} was trained with tokenizer {str(manifest.tokenizer_sha256)[:12]}, but this run's is "
             f"{tokenizer_sha256[:12]}: ids would mean other text. Use the tokenizer.json of the run it comes from."
         )
-    model = build_model(_MODEL_CONFIG.validate_python(manifest.model), seed=0)
+    model = build_model(model_config(manifest.model), seed=0)
     load_weights(model, str(checkpoint / "model.safetensors"))
     return Loaded(model=model, manifest=read_manifest(checkpoint), path=checkpoint)
+
+
+def model_config(raw: Mapping[str, object]) -> ModelConfig:
+    """Return the model config that a manifest holds."""
+    return _MODEL_CONFIG.validate_python(raw)
 
 
 def check_fits(tokenizer: Tokenizer, model: ModelConfig) -> None:

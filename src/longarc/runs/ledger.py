@@ -184,6 +184,11 @@ class Ledger(LedgerReader):
         )
         return [bytes(row[0]) for row in rows]
 
+    def logged_sessions(self, *, prefix: str) -> list[str]:
+        """Return the sessions with a turn log whose id starts with ``prefix``: open, or cut off by a crash."""
+        rows = self._database.rows("SELECT DISTINCT session_id FROM turns ORDER BY session_id")
+        return [session_id for (session_id,) in rows if session_id.startswith(prefix)]
+
     # -------------------------------------------------------------- completion
 
     def complete(

@@ -1,0 +1,174 @@
+"""Chat with what was trained: engine and gateway over a checkpoint, every session in the ledger.
+
+A session's turns are durable before they are answered. When the server stops, each session becomes a
+trajectory with disposition ``served``; sessions that a crash left behind become one at the next start.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from longarc.config.stages import RolloutConfig
+from longarc.errors import ConfigError
+from longarc.gateway.access import ServeAccess
+from longarc.gateway.core import Gateway
+from longarc.gateway.http import HttpSettings, build_app
+from longarc.gateway.server import bound_socket
+from longarc.gateway.server import serving as http_serving
+from longarc.gateway.session import GatewaySession
+from longarc.pipeline.rl import sampling_of, serving
+from longarc.pipeline.workspace import Workspace
+from longarc.records.outcome import Disposition, Outcome
+from longarc.records.segment import Segment
+from longarc.records.trajectory import Trajectory
+from longarc.runs.ledger import Ledger
+
+STAGE = "serve"
+"""What the ledger calls served sessions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """How a checkpoint is served."""
+
+    stage: str | None
+    """Stage whose final checkpoint is served; None = the newest one that is finished."""
+    host: str
+    port: int
+    """0 takes a free one."""
+    api_key: str
+    rollout: RolloutConfig
+    thinking: bool = False
+    """Whether answers open with a thinking block unless the request says otherwise."""
+
+
+async def serve(
+    workspace: Workspace, settings: ServeSettings, *, on_ready: Callable[[str, str], None]
+) -> None:
+    """Serve until the workspace's ``stop`` is set.
+
+    Args:
+        workspace: the run.
+        settings: what and where.
+        on_ready: told the base URL and the stage once requests are answered.
+
+    Raises:
+        ConfigError: no stage is finished, or the asked one is not.
+        ResourceError: the address cannot be had.
+    """
+    stage = settings.stage or _newest(workspace)
+    loaded = workspace.load(workspace.final(stage))
+    listener = bound_socket(settings.host, settings.port)
+    async with serving(
+        workspace,
+        loaded,
+        settings.rollout,
+        policy_version=loaded.manifest.policy_version,
+    ) as served:
+        sessions = _ServedSessions(workspace.ledger, served.gateway, settings)
+        await sessions.recover()
+        access = ServeAccess([settings.api_key], sessions.open)
+        app = build_app(
+            served.gateway,
+            access,
+            HttpSettings(model=f"{workspace.recipe.name}/{stage}", honours_sampling=True),
+        )
+        try:
+            async with http_serving(app, listener) as base_url:
+                on_ready(f"{base_url}/v1", stage)
+                await workspace.stop.wait()
+        finally:
+            await sessions.close()
+
+
+@dataclass(slots=True)
+class _ServedSessions:
+    """Sessions that people opened, until they are recorded."""
+
+    ledger: Ledger
+    gateway: Gateway
+    settings: ServeSettings
+    _opened_at_s: dict[str, float] = field(default_factory=dict)
+    """Start of each open session [seconds since the epoch]."""
+
+    def open(self, name: str) -> GatewaySession:
+        """Open the session of a key and name under an id that was never used before."""
+        number = 0
+        while (
+            self.ledger.row(f"{STAGE}/{name}/{number}")
+            or f"{STAGE}/{name}/{number}" in self._opened_at_s
+        ):
+            number += 1
+        return self._open(f"{STAGE}/{name}/{number}")
+
+    async def recover(self) -> None:
+        """Record the sessions of a server that was killed."""
+        for session_id in self.ledger.logged_sessions(prefix=f"{STAGE}/"):
+            session = self.gateway.restore(
+                session_id,
+                self.ledger.turns(session_id),
+                sampling=sampling_of(self.settings.rollout, self.gateway),
+                thinking=self.settings.thinking,
+                max_context_tokens=self.settings.rollout.max_context_tokens,
+            )
+            self._opened_at_s[session_id] = time.time()
+            await self._record(session_id, session)
+
+    async def close(self) -> None:
+        """Record every open session."""
+        for session_id in list(self._opened_at_s):
+            await self._record(session_id, self.gateway.session(session_id))
+
+    def _open(self, session_id: str) -> GatewaySession:
+        session = self.gateway.open(
+            session_id,
+            sampling=sampling_of(self.settings.rollout, self.gateway),
+            thinking=self.settings.thinking,
+            max_context_tokens=self.settings.rollout.max_context_tokens,
+        )
+        self._opened_at_s[session_id] = time.time()
+        return session
+
+    async def _record(self, session_id: str, session: GatewaySession) -> None:
+        started_at_s = self._opened_at_s.pop(session_id)
+        segments = session.segments()
+        await session.close()
+        if segments:
+            trajectory = _served_trajectory(session_id, segments, started_at_s=started_at_s)
+            self.ledger.complete(trajectory, disposition=Disposition.SERVED)
+
+
+def _served_trajectory(
+    session_id: str, segments: Iterable[Segment], *, started_at_s: float
+) -> Trajectory:
+    kept = tuple(segments)
+    return Trajectory(
+        id=session_id,
+        stage=STAGE,
+        group_id=session_id,
+        task_id=session_id,
+        family=STAGE,
+        outcome=Outcome.COMPLETED,
+        reward=None,
+        reward_parts={},
+        segments=kept,
+        messages=(),
+        tools=(),
+        num_turns=0,
+        difficulty=0.0,
+        started_at_s=started_at_s,
+        duration_s=time.time() - started_at_s,
+    )
+
+
+def _newest(workspace: Workspace) -> str:
+    finished = [
+        name
+        for name, config in workspace.recipe.stages.items()
+        if config.kind != "eval" and workspace.run.stage(name).final() is not None
+    ]
+    if not finished:
+        raise ConfigError(
+            f"{workspace.run.path} has no finished training stage to serve; run or resume it first"
+        )
+    return finished[-1]
