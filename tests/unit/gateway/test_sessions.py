@@ -422,17 +422,6 @@ async def test_the_same_question_without_a_retry_is_another_sample():
     assert engine.requests[0].sampling.seed != engine.requests[1].sampling.seed
 
 
-async def test_a_turn_may_go_without_thinking_in_the_same_segment():
-    engine = FakeEngine([DONE, sampled("at once<|user|>")])
-    session = opened(engine)
-    first = await session.answer([user("q")])
-    history = [user("q"), first.turn.message, user("quick!")]
-    second = await session.answer(history, thinking=False)
-    assert text_of(engine.requests[1].prompt_ids).endswith("quick!<|assistant|></think>")
-    assert (second.turn.message.reasoning, second.turn.message.content) == (None, "at once")
-    assert len(session.segments()) == 1
-
-
 async def test_restoring_a_session_that_has_turns_is_refused():
     session = opened(FakeEngine([LOOK]))
     await session.chat([user("q")])
@@ -454,30 +443,3 @@ async def test_arguments_beyond_64_bits_survive_the_log():
     )
     assert restored.segments() == session.segments()
     assert len(restored.segments()) == 1
-
-
-async def test_interleaved_thinking_forgets_reasoning_at_a_user_message_and_opens_a_segment():
-    engine = FakeEngine([LOOK, DONE, THANKS, DONE])
-    session = opened(engine, gateway=Gateway(engine, FORMAT, clear_thinking=True))
-    history = [user("q")]
-    for reply in (tool("x"), user("thanks"), tool("odd")):
-        answer = await session.chat(history, tools=[BASH])
-        history = [*history, answer.message, reply]
-    await session.chat(history, tools=[BASH])
-
-    first, second = session.segments()
-    assert text_of(first.token_ids).count("<think>") == 2
-    assert "look</think>" not in text_of(second.token_ids)
-    assert "kind</think>" in text_of(second.token_ids), "a tool's answer clears nothing"
-    assert second.num_trained_tokens == len(THANKS) + len(DONE)
-    assert engine.requests[3].prompt_ids[: len(engine.requests[2].prompt_ids)] == (
-        engine.requests[2].prompt_ids
-    )
-
-
-async def test_interleaved_thinking_without_reasoning_keeps_the_ids():
-    engine = FakeEngine([sampled("A<|user|>"), sampled("B<|user|>")])
-    session = opened(engine, gateway=Gateway(engine, FORMAT, clear_thinking=True), thinking=False)
-    first = await session.chat([user("q")])
-    await session.chat([user("q"), first.message, user("p")])
-    assert len(session.segments()) == 1
