@@ -72,12 +72,14 @@ class _SparseAttention(torch.autograd.Function):
             p_QnS = _probabilities(query_Qnd, keys_QSd, rows[block], scale)
             grad_p_QnS = grad_Qnv @ keys_QSd[..., :v].mT
             # A padded key has p = 0, hence no gradient, and adding it to row 0 changes nothing.
-            grad_score_QnS = (
-                p_QnS * (grad_p_QnS - (p_QnS * grad_p_QnS).sum(-1, keepdim=True)) * scale
-            )
+            grad_score_QnS = torch.ops.aten._softmax_backward_data(
+                grad_p_QnS, p_QnS, -1, p_QnS.dtype
+            ).mul_(scale)
             grad_query[block] = grad_score_QnS @ keys_QSd
-            grad_keys_QSd = grad_score_QnS.mT @ query_Qnd
-            grad_keys_QSd[..., :v] += p_QnS.mT @ grad_Qnv
+            # A row is key with its whole width and value with the first v numbers of it: one product.
+            left_QmS = torch.cat([grad_score_QnS, p_QnS], dim=1)
+            right_Qmd = torch.cat([query_Qnd, F.pad(grad_Qnv, (0, query.shape[2] - v))], dim=1)
+            grad_keys_QSd = left_QmS.mT @ right_Qmd
             grad_table.index_add_(0, safe_QS.flatten(), grad_keys_QSd.flatten(0, 1))
         return grad_query, grad_table, None, None, None
 
@@ -101,47 +103,66 @@ def dense_attention(
     scale: float,
 ) -> Float[Tensor, "N n d"]:
     """Attend from each query to every position of its sequence up to itself."""
-    outputs = [_dense_run(query_Nnd, key_Rgd, value_Rgd, run, scale) for run in plan.runs]
-    if plan.singles is None:
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    output_Nnd = torch.empty_like(query_Nnd)
-    for run, output in zip(plan.runs, outputs, strict=True):
-        output_Nnd[run.queries] = output
-    output_Nnd[plan.singles.queries] = _dense_singles(
-        query_Nnd, key_Rgd, value_Rgd, plan.singles, scale
-    )
-    return output_Nnd
+    outputs, order = [], []
+    for runs in _runs_by_shape(plan.runs):
+        outputs.append(_dense_runs(query_Nnd, key_Rgd, value_Rgd, runs, scale))
+        order.extend(runs)
+    if plan.singles is not None:
+        outputs.append(_dense_singles(query_Nnd, key_Rgd, value_Rgd, plan.singles, scale))
+    output_Nnd = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if plan.singles is None and order == list(plan.runs):
+        return output_Nnd
+    packed_N = torch.arange(len(output_Nnd), device=output_Nnd.device)
+    sources = [packed_N[run.queries] for run in order]
+    if plan.singles is not None:
+        sources.append(packed_N[plan.singles.queries])
+    place_N = torch.empty_like(packed_N)
+    place_N[torch.cat(sources)] = packed_N
+    return output_Nnd.index_select(0, place_N)
 
 
-def _dense_run(query: Tensor, key: Tensor, value: Tensor, run: QueryRun, scale: float) -> Tensor:
+def _runs_by_shape(runs: tuple[QueryRun, ...]) -> list[list[QueryRun]]:
+    """Put runs of one shape together, in the order of their first appearance."""
+    groups: dict[tuple[int, int], list[QueryRun]] = {}
+    for run in runs:
+        groups.setdefault((run.num_queries, run.num_keys), []).append(run)
+    return list(groups.values())
+
+
+def _dense_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], scale: float
+) -> Tensor:
+    """Attend in several runs of one shape; return their queries' results one after another."""
+    first = runs[0]
     mask = None
-    if run.first_position:
-        mask = torch.ones(
-            run.num_queries, run.num_keys, dtype=torch.bool, device=query.device
-        ).tril(run.first_position)
+    if first.first_position:
+        shape = (first.num_queries, first.num_keys)
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(first.first_position)
     attended = F.scaled_dot_product_attention(
-        query[run.queries].transpose(0, 1)[None],
-        key[run.key_rows].transpose(0, 1)[None],
-        value[run.key_rows].transpose(0, 1)[None],
+        torch.stack([query[run.queries] for run in runs]).transpose(1, 2),
+        torch.stack([key[run.key_rows] for run in runs]).transpose(1, 2),
+        torch.stack([value[run.key_rows] for run in runs]).transpose(1, 2),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
         enable_gqa=True,
     )
-    return attended[0].transpose(0, 1)
+    return attended.transpose(1, 2).flatten(0, 1)
 
 
 def _dense_singles(
     query: Tensor, key: Tensor, value: Tensor, singles: SingleQueries, scale: float
 ) -> Tensor:
-    heads = key.shape[1]
-    query_Bgmd = query[singles.queries].reshape(len(singles.num_keys), heads, -1, query.shape[2])
-    key_BPgd = _split_heads(singles.key_window(key.flatten(1)), heads)
-    value_BPgd = _split_heads(singles.key_window(value.flatten(1)), heads)
-    score_BgmP = query_Bgmd @ key_BPgd.permute(0, 2, 3, 1) * scale
-    score_BgmP = score_BgmP.masked_fill(singles.hidden_keys()[:, None, None], float("-inf"))
-    return (score_BgmP.softmax(-1) @ value_BPgd.transpose(1, 2)).flatten(1, 2)
-
-
-def _split_heads(rows: Tensor, heads: int) -> Tensor:
-    return rows.view(*rows.shape[:-1], heads, -1)
+    """Attend from one query per cached sequence, key head by key head: products on views, no copies."""
+    num_heads = key.shape[1]
+    heads_of_key = query[singles.queries].chunk(num_heads, dim=1)
+    window = (len(singles.num_keys), singles.max_keys)
+    key_BPgd = singles.key_window(key.flatten(1)).view(*window, *key.shape[1:])
+    value_BPgd = singles.key_window(value.flatten(1)).view(*window, *value.shape[1:])
+    hidden_B1P = singles.hidden_keys()[:, None]
+    outputs = []
+    for head, query_Bmd in enumerate(heads_of_key):
+        score_BmP = query_Bmd @ key_BPgd[:, :, head].mT * scale
+        probability_BmP = score_BmP.masked_fill_(hidden_B1P, float("-inf")).softmax(-1)
+        outputs.append(probability_BmP @ value_BPgd[:, :, head])
+    return torch.cat(outputs, dim=1)

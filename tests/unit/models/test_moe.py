@@ -80,8 +80,8 @@ def test_the_router_bias_moves_towards_balance(glm):
 def test_balancing_evens_out_a_skewed_router(glm, make_ids):
     ids, layout = make_ids(200), Layout.documents([100, 100])
     first = glm(ids, layout).expert_counts
-    for _ in range(60):
-        update_router_bias(glm, glm(ids, layout).expert_counts, rate=0.02)
+    for _ in range(25):
+        update_router_bias(glm, glm(ids, layout).expert_counts, rate=0.05)
     last = glm(ids, layout).expert_counts
     assert last.amax() < first.amax()
     assert last.amin() > first.amin()
