@@ -1,6 +1,7 @@
 """For every client, however it edits its history: exact prompts, each sampled token trained once."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -8,11 +9,11 @@ from hypothesis import strategies as st
 
 from fakes import FakeEngine
 from longarc.gateway.core import Gateway
-from longarc.records.message import Message
+from longarc.records.message import Message, Role
 from longarc.records.sampling import Sampling
 from longarc.records.segment import NOT_SAMPLED
 from longarc.tokens.glm import GlmFormat
-from token_samples import BASH, assistant, sampled, small_tokenizer, tool, user
+from token_samples import BASH, assistant, sampled, small_tokenizer, text_of, tool, user
 
 FORMAT = GlmFormat(small_tokenizer())
 OPTIONS = {
@@ -21,6 +22,7 @@ OPTIONS = {
     "max_context_tokens": 1 << 20,
 }
 
+MARKS = re.compile("§[^§]*§")
 COMPLETIONS = st.one_of(
     st.sampled_from(
         [
@@ -39,7 +41,8 @@ MOVES = st.sampled_from(
 
 def next_history(move: str, history: list[Message], number: int) -> list[Message]:
     """What a client sends after an answer (the last message of ``history``)."""
-    said = tool(f"r{number}") if history[-1].tool_calls else user(f"u{number}")
+    text = f"§{number}§"
+    said = tool(text) if history[-1].tool_calls else user(text)
     if move == "edit":
         return [*history[:-1], replace(history[-1], content=history[-1].content + "!"), said]
     if move == "rewind":
@@ -47,7 +50,7 @@ def next_history(move: str, history: list[Message], number: int) -> list[Message
     if move == "drop reasoning":
         return [*(replace(m, reasoning=None) for m in history), said]
     if move == "start over":
-        return [user(f"s{number}")]
+        return [user(text)]
     return [*history, said]
 
 
@@ -57,9 +60,12 @@ def test_segments_are_what_the_engine_saw_and_train_each_sampled_token_once(turn
     engine = FakeEngine([ids for ids, _ in turns], version_of_piece=lambda r, p: 10 * r + p)
     session = Gateway(engine, FORMAT).open("s", **OPTIONS)
 
+    asked: list[list[Message]] = []
+
     async def play() -> None:
-        history: list[Message] = [user("q")]
+        history: list[Message] = [user("§q§")]
         for number, (_, move) in enumerate(turns):
+            asked.append(history)
             answer = await session.chat(history, tools=[BASH])
             history = next_history(move, [*history, answer.message], number)
 
@@ -67,6 +73,9 @@ def test_segments_are_what_the_engine_saw_and_train_each_sampled_token_once(turn
     seen = [r.prompt_ids + tuple(ids) for r, (ids, _) in zip(engine.requests, turns, strict=True)]
     segments = session.segments()
 
+    for request, history in zip(engine.requests, asked, strict=True):
+        said = [m.content for m in history if m.role is not Role.ASSISTANT]
+        assert MARKS.findall(text_of(request.prompt_ids)) == said, "the engine saw another history"
     assert {s.token_ids for s in segments} <= set(seen)
     for ids in seen:
         assert any(s.token_ids[: len(ids)] == ids for s in segments), "a turn is in no segment"
@@ -92,7 +101,7 @@ def test_a_client_that_only_appends_gets_one_segment(completions):
     session = Gateway(engine, FORMAT).open("s", **OPTIONS)
 
     async def play() -> None:
-        history: list[Message] = [user("q")]
+        history: list[Message] = [user("§q§")]
         for number in range(len(completions)):
             answer = await session.chat(history, tools=[BASH])
             history = next_history("go on", [*history, answer.message], number)

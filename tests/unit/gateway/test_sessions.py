@@ -145,6 +145,16 @@ async def test_a_rewritten_history_opens_a_segment_with_the_prompt_that_the_engi
     assert first.num_trained_tokens == len(LOOK)
 
 
+async def test_a_history_of_the_same_length_with_another_beginning_is_another_history():
+    engine = FakeEngine([LOOK, DONE, THANKS])
+    session = opened(engine)
+    first = await session.chat([user("one question")], tools=[BASH])
+    for question in ("one question", "another question"):
+        await session.chat([user(question), first.message, tool("x")], tools=[BASH])
+    assert "another question" in text_of(engine.requests[2].prompt_ids)
+    assert len(session.segments()) == 2
+
+
 async def test_other_tools_mean_another_prompt():
     engine = FakeEngine([LOOK, DONE])
     session = opened(engine)
