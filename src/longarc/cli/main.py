@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command = cast(Command, arguments.command)
     try:
-        return int(command.run(arguments))
+        code = int(command.run(arguments))
+        sys.stdout.flush()
+        return code
     except LongArcError as error:
         if arguments.verbose:
             traceback.print_exc()

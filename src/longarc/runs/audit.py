@@ -135,9 +135,11 @@ def audit(database: Database) -> AuditReport:
 
 
 def _findings(database: Database) -> Iterator[str]:
-    for (message,) in database.rows("PRAGMA integrity_check(5)"):
-        if message != "ok":
-            yield f"the file is damaged: {message}"
+    damage = _damage(database)
+    if damage:
+        # What the other checks would read through a damaged page means nothing.
+        yield from (f"the file is damaged: {message}" for message in damage)
+        return
     for table, rowid, parent, _ in database.rows("PRAGMA foreign_key_check"):
         yield f"row {rowid} of {table} points at a row of {parent} that is not there"
     for query, words in _QUERIES:
@@ -145,6 +147,15 @@ def _findings(database: Database) -> Iterator[str]:
             yield words.format(*row)
     yield from _payload_findings(database)
     yield from _batch_findings(database)
+
+
+def _damage(database: Database) -> list[str]:
+    try:
+        messages = [row[0] for row in database.rows("PRAGMA integrity_check(5)")]
+    except LedgerError as error:
+        # Some damage ends the check itself.
+        return [str(error)]
+    return [message for message in messages if message != "ok"]
 
 
 def _payload_findings(database: Database) -> Iterator[str]:

@@ -134,11 +134,16 @@ def test_a_use_cannot_be_counted_less_than_once(path):
     connection.close()
 
 
-def test_a_flipped_byte_in_the_file_does_not_pass(path):
+def test_a_damaged_page_does_not_pass(path):
+    connection = sqlite3.connect(path)
+    [payload] = connection.execute("SELECT payload FROM payloads WHERE sequence = 1").fetchone()
+    [page_size] = connection.execute("PRAGMA page_size").fetchone()
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
     data = bytearray(path.read_bytes())
-    page_size = int.from_bytes(data[16:18], "big")
-    # The last page belongs to some table: its cell pointers start at byte 8.
-    data[9 - page_size : 13 - page_size] = b"\xff\xff\xff\xff"
+    start = data.index(payload) // page_size * page_size
+    # The pointer to the page's first cell leads nowhere.
+    data[start + 8 : start + 10] = b"\xff\xff"
     path.write_bytes(bytes(data))
     with LedgerReader.open_read_only(path) as reader:
         assert any("damaged" in finding for finding in reader.audit().findings)
