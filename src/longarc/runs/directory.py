@@ -39,8 +39,17 @@ from longarc.runs.reader import LedgerReader
 RECIPE = "recipe.json"
 """Name of the file that makes a directory a run."""
 
-HARMLESS_KEYS = ("name", "stages.*.checkpoint_every_steps", "stages.*.tasks_per_family_full")
+HARMLESS_KEYS = (
+    "name",
+    "sinks",
+    "stages.*.checkpoint_every_steps",
+    "stages.*.tasks_per_family_full",
+)
 """Recipe keys (patterns) that may change between two starts: they alter names and safety nets, not what is computed."""
+
+
+_BEFORE_RECIPE = {"lock", "environment.json", ".environment.json.tmp", f".{RECIPE}.tmp"}
+"""What a start that was killed before it wrote the recipe leaves behind."""
 
 
 class StageDirectory:
@@ -121,7 +130,7 @@ class RunDirectory:
         """
         run = cls._locked(path, clock)
         try:
-            others = sorted(p.name for p in path.iterdir() if p.name != "lock")
+            others = sorted({p.name for p in path.iterdir()} - _BEFORE_RECIPE)
             if others and RECIPE in others:
                 raise ConfigError(
                     f"{path} holds a run already: continue it with --resume, or give another --run-dir"

@@ -58,6 +58,18 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
         create(tmp_path)
 
 
+@pytest.mark.parametrize("leftover", ["lock", "environment.json", ".recipe.json.tmp"])
+def test_a_start_that_was_killed_at_once_can_be_started_again(tmp_path, leftover):
+    create(tmp_path / "run").close()
+    (tmp_path / "run" / "recipe.json").rename(tmp_path / "run" / ".recipe.json.tmp")
+    if leftover != ".recipe.json.tmp":
+        (tmp_path / "run" / ".recipe.json.tmp").unlink()
+    if leftover == "lock":
+        (tmp_path / "run" / "environment.json").unlink()
+    with create(tmp_path / "run") as run:
+        assert run.recipe() == RECIPE
+
+
 def test_a_directory_that_is_no_run_cannot_be_resumed_or_looked_at(tmp_path):
     with pytest.raises(ConfigError, match="no run to resume"):
         resume(tmp_path)
