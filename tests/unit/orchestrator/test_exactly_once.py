@@ -13,6 +13,7 @@ from stage_fakes import (
     FakeFamily,
     Play,
     Stage,
+    group_indices,
     lags,
     ledger_batches,
     loop_config,
@@ -79,7 +80,7 @@ def is_killed(error: BaseException) -> bool:
     return isinstance(error, Killed)
 
 
-def live(path, config, *, dies_at_write=None, after=False) -> Stage | None:
+def live(path, config, *, dies_at_write=None, after=False, how=assorted) -> Stage | None:
     """Run one life of the stage; None if it was killed."""
 
     def open_ledger(path):
@@ -87,7 +88,7 @@ def live(path, config, *, dies_at_write=None, after=False) -> Stage | None:
             return Ledger.open(path)
         return MortalLedger.open(path).mortal(dies_at_write=dies_at_write, after=after)
 
-    stage = Stage(path, config, FakeFamily(how=assorted), open_ledger=open_ledger)
+    stage = Stage(path, config, FakeFamily(how=how), open_ledger=open_ledger)
     try:
         run_virtual(stage.run())
     except BaseException as error:
@@ -132,6 +133,33 @@ def test_a_death_at_any_write_loses_nothing_and_trains_nothing_twice(ledgers, co
         assert live(path, config) is not None
         check(path, num_steps=2, max_lag_steps=2)
     assert num_deaths > 20
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_death_while_a_stale_rollout_is_admitted_again_does_not_lose_it(ledgers, after):
+    def how(task_index: int, rollout: int) -> Play:
+        return Play(seconds=1.0 + 10.0 * task_index)
+
+    strict = {"num_steps": 3, "groups_per_step": 1, "group_size": 1, "dynamic_sampling": False}
+    for dies_at_write in range(1, 100):
+        path = ledgers / f"{dies_at_write}.sqlite"
+        # Groups 0 and 1 run when a process ends; the next allows no lag, so that 1 is too old after 0.
+        first = Stage(path, loop_config(**strict, max_lag_steps=1))
+        first.trainer.fails_at_step = 0
+        first.family.how = lambda task_index, rollout: Play(seconds=1.0 + 100.0 * task_index)
+        with pytest.raises(ValueError, match="the trainer broke"):
+            run_virtual(first.run())
+        killed = live(
+            path, loop_config(**strict), dies_at_write=dies_at_write, after=after, how=how
+        )
+        if killed is not None:
+            break
+        live(path, loop_config(**strict), how=how)
+        assert group_indices(ledger_batches(path)) == [[0], [1], [2]]
+    with Ledger.open(path) as ledger:
+        assert ledger.rows(outcome=Outcome.CANCELLED_STALE), (
+            "nothing was stale: the test shows nothing"
+        )
 
 
 def test_a_process_that_dies_again_and_again_still_finishes(ledgers):
