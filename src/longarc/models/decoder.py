@@ -1,11 +1,12 @@
 """The GLM-5 family: MLA with sparse attention, and experts behind the leading dense layers."""
 
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.models.decoder_base import Decoder, DecoderLayer, DecoderStack, LayerOutput, Pass
-from longarc.models.layers import RMSNorm, Rotation, SwiGLU
+from longarc.models.kernels.decode import NativeGlmMoeDsa
+from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
 
@@ -44,7 +45,7 @@ class GlmMoeDsa(Decoder):
         self.model = DecoderStack(
             config, [GlmMoeDsaLayer(config, layer) for layer in range(config.num_hidden_layers)]
         )
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def cache_widths(self) -> dict[str, int]:
         """Return the widths of latent rows and indexer keys."""
@@ -61,4 +62,13 @@ class GlmMoeDsa(Decoder):
             base=self.config.rope_theta,
             interleaved=True,
             dtype=self.output_weight.dtype,
+        )
+
+    def _native_cache(self, num_slots: int, max_length: int) -> NativeGlmMoeDsa:
+        return NativeGlmMoeDsa(
+            self._weights(),
+            self._angles(max_length),
+            self.config,
+            num_slots=num_slots,
+            max_length=max_length,
         )

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.errors import ContractError
 from longarc.models.cache import SlotCache
+from longarc.models.kernels.attention import FlatRuns
+from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.native import native_for
 from longarc.models.layers import RMSNorm, Rotation, pad_rows, padded_rows
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
@@ -55,6 +58,8 @@ class Pass:
     attention: Attention
     indexer_loss: IndexerLoss = "none"
     cache: SlotCache | None = None
+    flat_runs: FlatRuns | None = None
+    """The plan for the native kernels, where they can do the attention of this pass."""
     cache_rows: Int[Tensor, " tokens"] | None = None
     """Where the tokens' own rows go in the cache."""
 
@@ -162,10 +167,12 @@ class Decoder(nn.Module):
             )
         positions = layout.position_ids()
         self._check_length(int(positions.max()) + 1)
+        plan = AttentionPlan.of_layout(layout, token_ids.device)
         step = Pass(
             rotation=self.rotation(self._padded(positions)),
             num_tokens=num_tokens,
-            plan=AttentionPlan.of_layout(layout, token_ids.device),
+            plan=plan,
+            flat_runs=plan.flat_runs() if native_for(self.output_weight) else None,
             attention=attention,
             indexer_loss=indexer_loss,
         )
@@ -211,6 +218,8 @@ class Decoder(nn.Module):
                 f"{num_tokens} token ids do not fit counts that sum to {sum(counts)}"
             )
         cache.check(list(slots), list(starts), list(counts))
+        if isinstance(cache, NativeDecoder):
+            return cache.hidden(token_ids, slots, starts, counts, is_sparse=attention == "sparse")
         positions: list[int] = []
         rows: list[int] = []
         for slot, start, count in zip(slots, starts, counts, strict=True):
@@ -234,11 +243,16 @@ class Decoder(nn.Module):
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.
 
+        It belongs to this model: where the native kernels run, it reads the parameters in place and
+        notices when they changed.
+
         Raises:
             ContractError: the model's context is shorter.
         """
         self._check_length(max_length)
         weight = self.output_weight
+        if native_for(*self.parameters()):
+            return self._native_cache(num_slots, max_length)
         return SlotCache(
             self.cache_widths(),
             num_layers=len(self.model.layers),
@@ -247,6 +261,21 @@ class Decoder(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
+
+    @abstractmethod
+    def _native_cache(self, num_slots: int, max_length: int) -> NativeDecoder:
+        """Return the cache with which the native kernels compute."""
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def _angles(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of every position below ``length``.
+
+        The table is padded to whole blocks of rows, as in `forward`, so that the same numbers come out.
+        """
+        return self.rotation(torch.arange(padded_rows(length))).angles
 
     def _padded(self, rows: Tensor) -> Tensor:
         return pad_rows(rows, padded_rows(len(rows))).to(self.output_weight.device)

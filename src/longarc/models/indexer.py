@@ -17,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from longarc.algos.selection import NO_KEY, select_keys
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.models.layers import Rotation
+from longarc.models.kernels import attention as native_attention
+from longarc.models.kernels import rows as native_rows
+from longarc.models.kernels.attention import FlatRuns
+from longarc.models.kernels.native import native_for
+from longarc.models.layers import Linear, Rotation
 from longarc.models.plan import AttentionPlan, QueryRun, SingleQueries
 
 SCORED_FLOATS = 1 << 18
@@ -44,10 +48,10 @@ class Indexer(nn.Module):
         self._num_heads, self._width = config.index_n_heads, config.index_head_dim
         self._rope_width = config.qk_rope_head_dim
         self._num_selected = config.index_topk
-        self.wq_b = nn.Linear(config.q_lora_rank, self._num_heads * self._width, bias=False)
-        self.wk = nn.Linear(config.hidden_size, self._width, bias=False)
+        self.wq_b = Linear(config.q_lora_rank, self._num_heads * self._width)
+        self.wk = Linear(config.hidden_size, self._width)
         self.k_norm = nn.LayerNorm(self._width, eps=1e-6)
-        self.weights_proj = nn.Linear(config.hidden_size, self._num_heads, bias=False)
+        self.weights_proj = Linear(config.hidden_size, self._num_heads)
 
     def project(
         self, x: Float[Tensor, "T hidden"], q_latent: Float[Tensor, "T rank"], rotation: Rotation
@@ -55,7 +59,7 @@ class Indexer(nn.Module):
         """Compute queries, keys and head weights of all rows; no gradient leaves towards the inputs."""
         x, q_latent = x.detach(), q_latent.detach()
         query = self.wq_b(q_latent).unflatten(1, (self._num_heads, self._width))
-        key = self.k_norm(self.wk(x))[:, None]
+        key = self._normed(self.wk(x))[:, None]
         both = torch.cat([query, key], dim=1)
         r = self._rope_width
         both = torch.cat([rotation.apply(both[..., :r]), both[..., r:]], dim=-1)
@@ -68,14 +72,35 @@ class Indexer(nn.Module):
             weight = F.pad(weight, (0, missing))
         return IndexerRows(query, key, weight)
 
+    def _normed(self, key: Tensor) -> Tensor:
+        norm = self.k_norm
+        if not torch.is_grad_enabled() and native_for(key, norm.weight):
+            return native_rows.layer_norm(key, norm.weight, norm.bias, norm.eps)
+        normed: Tensor = norm(key)
+        return normed
+
     @torch.no_grad()
     def select(
-        self, rows: IndexerRows, table_Ri: Float[Tensor, "R i"], plan: AttentionPlan
+        self,
+        rows: IndexerRows,
+        table_Ri: Float[Tensor, "R i"],
+        plan: AttentionPlan,
+        flat_runs: FlatRuns | None = None,
     ) -> Int[Tensor, "N S"]:
         """Return the table rows each query attends to, by ascending position, -1 last.
 
         The width is always ``index_topk``, so that a query has the same shapes in every batch.
+
+        Args:
+            rows: of the queries.
+            table_Ri: keys.
+            plan: which queries see which keys.
+            flat_runs: the same, where the native kernels can do the work.
         """
+        if flat_runs is not None:
+            return native_attention.select(
+                flat_runs, rows.query, rows.weight, table_Ri, num_selected=self._num_selected
+            )
         num_queries = sum(run.num_queries for run in plan.runs)
         if plan.singles is not None:
             num_queries += len(plan.singles.num_keys)

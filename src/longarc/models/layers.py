@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from longarc.models.kernels import rows as native_rows
+from longarc.models.kernels.native import native_for
+
 ROW_MULTIPLE = 32
 """Row counts of all row-wise work are multiples of this.
 
@@ -30,6 +33,19 @@ def pad_rows(rows: Shaped[Tensor, "rows ..."], num_rows: int) -> Shaped[Tensor, 
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
+class Linear(nn.Linear):
+    """A product without bias; where the native kernels run, a row's result depends on that row alone."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Float[Tensor, "T inputs"]) -> Float[Tensor, "T outputs"]:
+        """Return ``x weight^T``."""
+        if native_for(x, self.weight):
+            return native_rows.linear(x, self.weight)
+        return F.linear(x, self.weight)
+
+
 class RMSNorm(nn.Module):
     """``w * x / sqrt(mean(x^2) + eps)``, statistics and product in fp32 or better."""
 
@@ -40,6 +56,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Normalise each row."""
+        if x.dim() == 2 and native_for(x, self.weight):
+            return native_rows.rms_norm(x, self.weight, self.eps)
         dtype = torch.promote_types(x.dtype, torch.float32)
         normed = F.rms_norm(x.to(dtype), (x.shape[-1],), self.weight.to(dtype), self.eps)
         return normed.to(x.dtype)
@@ -64,7 +82,10 @@ class Rotation:
         self._interleaved = interleaved
         exponent = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
         angle = positions[:, None].to(torch.float32) * (1.0 / base**exponent)
-        cos, sin = angle.cos(), angle.sin()
+        # In fp64 and rounded once, so that the numbers do not depend on how a table is cut into vectors.
+        cos, sin = angle.double().cos().float(), angle.double().sin().float()
+        self.angles = (cos, sin)
+        """Cosine and sine of each pair, [T, width / 2] each."""
         dtype = torch.promote_types(dtype, torch.float32)
         if interleaved:
             self._cos = torch.stack([cos, cos], dim=-1).flatten(1)[:, None].to(dtype)
@@ -75,6 +96,8 @@ class Rotation:
 
     def apply(self, x_Tnd: Float[Tensor, "T n d"]) -> Float[Tensor, "T n d"]:
         """Rotate every head of every row."""
+        if native_for(x_Tnd, *self.angles):
+            return native_rows.rotate(x_Tnd, *self.angles, interleaved=self._interleaved)
         if self._interleaved:
             partner_Tnd = x_Tnd.view(*x_Tnd.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
@@ -89,11 +112,14 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
         """Apply the feed-forward to each row."""
+        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        if native_for(x, gate, up, down):
+            return native_rows.feed_forward(x, gate, up, down)
         hidden: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return hidden

@@ -13,7 +13,9 @@ from longarc.models.decoder_base import (
     Pass,
     with_padding,
 )
-from longarc.models.layers import RMSNorm, Rotation, SwiGLU
+from longarc.models.kernels import attention as native_attention
+from longarc.models.kernels.decode import NativeLlama
+from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 
 
 def head_width(config: LlamaConfig) -> int:
@@ -31,10 +33,10 @@ class GroupedQueryAttention(nn.Module):
         self._layer, self._width = layer, head_width(config)
         queries = config.num_attention_heads * self._width
         keys = config.num_key_value_heads * self._width
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, queries)
+        self.k_proj = Linear(config.hidden_size, keys)
+        self.v_proj = Linear(config.hidden_size, keys)
+        self.o_proj = Linear(queries, config.hidden_size)
 
     def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
         """Attend to everything before each token."""
@@ -44,13 +46,14 @@ class GroupedQueryAttention(nn.Module):
         n = step.num_tokens
         keys = step.table("keys", self._layer, key_Tgd.flatten(1)[:n])
         values = step.table("values", self._layer, self.v_proj(x)[:n])
-        attended_Nnd = dense_attention(
-            query_Tnd[:n],
-            keys.view(len(keys), -1, width),
-            values.view(len(values), -1, width),
-            step.plan,
-            scale=float(self._width) ** -0.5,
-        )
+        keys, values = keys.view(len(keys), -1, width), values.view(len(values), -1, width)
+        scale = float(width) ** -0.5
+        if step.flat_runs is not None:
+            attended_Nnd = native_attention.dense_attention(
+                step.flat_runs, query_Tnd[:n], keys, values, value_width=width, scale=scale
+            )
+        else:
+            attended_Nnd = dense_attention(query_Tnd[:n], keys, values, step.plan, scale=scale)
         output: Tensor = self.o_proj(with_padding(attended_Nnd, x).flatten(1))
         return output
 
@@ -81,9 +84,7 @@ class Llama(Decoder):
             config, [LlamaLayer(config, layer) for layer in range(config.num_hidden_layers)]
         )
         self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         )
 
     def cache_widths(self) -> dict[str, int]:
@@ -99,4 +100,13 @@ class Llama(Decoder):
             base=self.config.rope_theta,
             interleaved=False,
             dtype=self.output_weight.dtype,
+        )
+
+    def _native_cache(self, num_slots: int, max_length: int) -> NativeLlama:
+        return NativeLlama(
+            self._weights(),
+            self._angles(max_length),
+            self.config,
+            num_slots=num_slots,
+            max_length=max_length,
         )

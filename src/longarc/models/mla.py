@@ -22,7 +22,10 @@ from longarc.config.model import GlmMoeDsaConfig
 from longarc.models.attention import dense_attention, sparse_attention
 from longarc.models.decoder_base import Pass, with_padding
 from longarc.models.indexer import SCORED_FLOATS, Indexer, IndexerRows
-from longarc.models.layers import RMSNorm
+from longarc.models.kernels import attention as native_attention
+from longarc.models.kernels import rows as native_rows
+from longarc.models.kernels.native import native_for
+from longarc.models.layers import Linear, RMSNorm
 
 
 class SparseLatentAttention(nn.Module):
@@ -39,13 +42,13 @@ class SparseLatentAttention(nn.Module):
             config.rms_norm_eps if config.latent_norm_eps is None else config.latent_norm_eps
         )
         hidden, heads = config.hidden_size, self._num_heads
-        self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
+        self.q_a_proj = Linear(hidden, config.q_lora_rank)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=latent_eps)
-        self.q_b_proj = nn.Linear(config.q_lora_rank, heads * (self._nope + self._rope), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self._latent + self._rope, bias=False)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * (self._nope + self._rope))
+        self.kv_a_proj_with_mqa = Linear(hidden, self._latent + self._rope)
         self.kv_a_layernorm = RMSNorm(self._latent, eps=latent_eps)
-        self.kv_b_proj = nn.Linear(self._latent, heads * (self._nope + self._value), bias=False)
-        self.o_proj = nn.Linear(heads * self._value, hidden, bias=False)
+        self.kv_b_proj = Linear(self._latent, heads * (self._nope + self._value))
+        self.o_proj = Linear(heads * self._value, hidden)
         self.indexer = Indexer(config)
 
     def forward(
@@ -66,8 +69,7 @@ class SparseLatentAttention(nn.Module):
             attended_Nnc, loss = self._dense(x, q_latent, query_Tnd[:num_tokens], latent, step)
         else:
             attended_Nnc, loss = self._sparse(x, q_latent, query_Tnd[:num_tokens], latent, step)
-        attended_nTc = with_padding(attended_Nnc, x).transpose(0, 1)
-        value_Tnv = (attended_nTc @ w_v_nvc.mT).transpose(0, 1)
+        value_Tnv = _per_head(with_padding(attended_Nnc, x), w_v_nvc)
         return self.o_proj(value_Tnv.flatten(1)), loss
 
     def _absorbed_query(self, q_latent: Tensor, w_k_npc: Tensor, step: Pass) -> Tensor:
@@ -76,7 +78,7 @@ class SparseLatentAttention(nn.Module):
             .unflatten(1, (self._num_heads, -1))
             .split([self._nope, self._rope], dim=-1)
         )
-        absorbed_Tnc = (nope_Tnp.transpose(0, 1) @ w_k_npc).transpose(0, 1)
+        absorbed_Tnc = _per_head(nope_Tnp, w_k_npc.mT)
         return torch.cat([absorbed_Tnc, step.rotation.apply(rope_Tnr)], dim=-1)
 
     def _latent_rows(self, x: Tensor, step: Pass) -> Tensor:
@@ -88,21 +90,42 @@ class SparseLatentAttention(nn.Module):
         self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
     ) -> tuple[Tensor, Tensor | None]:
         rows, table = self._indexer_rows(x, q_latent, step)
-        selected_NS = self.indexer.select(rows, table, step.plan)
-        attended, attention_NS = sparse_attention(
-            query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
-        )
-        if step.indexer_loss == "none":
+        selected_NS = self.indexer.select(rows, table, step.plan, step.flat_runs)
+        if step.flat_runs is not None:
+            attended, attention_NS = native_attention.sparse_attention(
+                step.flat_runs,
+                query_Nnd,
+                latent,
+                selected_NS,
+                value_width=self._latent,
+                scale=self._scale,
+                with_mass=step.indexer_loss != "none",
+            )
+        else:
+            attended, attention_NS = sparse_attention(
+                query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
+            )
+        if step.indexer_loss == "none" or attention_NS is None:
             return attended, None
         return attended, self.indexer.sparse_loss(rows, selected_NS, attention_NS)
 
     def _dense(
         self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
     ) -> tuple[Tensor, Tensor | None]:
-        # The rotated dimensions ride along as values: the kernel wants keys and values of one width.
         key_R1d = latent[:, None]
-        attended = dense_attention(query_Nnd, key_R1d, key_R1d, step.plan, scale=self._scale)
-        attended = attended[..., : self._latent]
+        if step.flat_runs is not None:
+            attended = native_attention.dense_attention(
+                step.flat_runs,
+                query_Nnd,
+                key_R1d,
+                None,
+                value_width=self._latent,
+                scale=self._scale,
+            )
+        else:
+            # The rotated dimensions ride along as values: SDPA wants keys and values of one width.
+            attended = dense_attention(query_Nnd, key_R1d, key_R1d, step.plan, scale=self._scale)
+            attended = attended[..., : self._latent]
         if step.indexer_loss == "none":
             return attended, None
         rows, _ = self._indexer_rows(x, q_latent, step)
@@ -129,3 +152,10 @@ class SparseLatentAttention(nn.Module):
             n = step.num_tokens
             rows = IndexerRows(rows.query[:n], rows.key[:n], rows.weight[:n])
         return rows, step.table("index_keys", self._layer, rows.key)
+
+
+def _per_head(x_Tna: Tensor, weight_nba: Tensor) -> Tensor:
+    """Multiply the rows of each head by that head's matrix, [T, n, b]."""
+    if native_for(x_Tna, weight_nba):
+        return native_rows.head_product(x_Tna, weight_nba)
+    return (x_Tna.transpose(0, 1) @ weight_nba.mT).transpose(0, 1)

@@ -10,6 +10,9 @@ from jaxtyping import Float, Num
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
+from longarc.models.kernels import mixture as native_mixture
+from longarc.models.kernels import rows as native_rows
+from longarc.models.kernels.native import native_for
 from longarc.models.layers import SwiGLU
 
 MIN_EXPERT_ROWS = 16
@@ -31,6 +34,14 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> tuple[Tensor, Tensor]:
         """Return chosen experts [T, k], best first and ties to the lower index, and their weights [T, k]."""
+        if native_for(x, self.weight):
+            return native_mixture.route(
+                native_rows.linear(x, self.weight),
+                self.e_score_correction_bias,
+                num_chosen=self._num_chosen,
+                normalise=self._normalise,
+                scale=self._scale,
+            )
         dtype = torch.promote_types(x.dtype, torch.float32)
         score_TE = F.linear(x.to(dtype), self.weight.to(dtype)).sigmoid()
         preference_TE = score_TE.detach() + self.e_score_correction_bias
@@ -64,6 +75,10 @@ class Experts(nn.Module):
         counts_E: Tensor,
     ) -> Float[Tensor, "T hidden"]:
         """Return for each token the weighted sum of its experts' outputs, in the order of its choice."""
+        if native_for(x, self.gate_up_proj, self.down_proj):
+            return native_mixture.mix_experts(
+                x, chosen_Tk, weight_Tk, self.gate_up_proj, self.down_proj
+            )
         num_chosen = chosen_Tk.shape[1]
         order = chosen_Tk.flatten().argsort(stable=True)
         sorted_rows = torch.split(x.index_select(0, order // num_chosen), counts_E.tolist())

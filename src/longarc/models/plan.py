@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longarc.algos.selection import NO_KEY
+from longarc.models.kernels.attention import FlatRuns
 from longarc.models.layout import Layout
 
 
@@ -36,6 +37,12 @@ class QueryRun:
     def queries(self) -> slice:
         """The tokens on the packed axis."""
         return slice(self.first_query, self.first_query + self.num_queries)
+
+    def key_row_list(self) -> Tensor:
+        """Return the row of every position as a tensor."""
+        if isinstance(self.key_rows, slice):
+            return torch.arange(self.key_rows.start, self.key_rows.stop)
+        return self.key_rows
 
     def blocks(self, size: int) -> Iterator["QueryRun"]:
         """Cut the run into pieces of at most ``size`` queries."""
@@ -108,6 +115,15 @@ class AttentionPlan:
                 QueryRun(offsets[index], span.length, positions[index], _key_rows(pieces, device))
             )
         return cls(tuple(runs))
+
+    def flat_runs(self) -> FlatRuns:
+        """Return the runs as the native kernels read them."""
+        return FlatRuns.of(
+            [
+                (run.first_query, run.num_queries, run.first_position, run.key_row_list())
+                for run in self.runs
+            ]
+        )
 
     @classmethod
     def of_slots(

@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longarc.models.kernels import rows as native_rows
+from longarc.models.kernels import vocabulary as native_vocabulary
+from longarc.models.kernels.native import native_for
 from longarc.models.layers import pad_rows, padded_rows
 
 
@@ -13,6 +16,8 @@ def project_logits(
     hidden: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "vocab hidden"]
 ) -> Float[Tensor, "tokens vocab"]:
     """Return logits in fp32 or better; a token's row does not depend on how many rows there are."""
+    if native_for(hidden, weight):
+        return native_rows.linear(hidden, weight)
     logits = pad_rows(hidden, padded_rows(len(hidden))) @ weight.mT
     return logits[: len(hidden)].to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -42,6 +47,11 @@ def token_logprobs(
     Returns:
         log-probabilities [nats], and entropies without gradient or None.
     """
+    if native_for(hidden, weight):
+        logprobs, entropy = native_vocabulary.token_logprobs(
+            hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
+        )
+        return logprobs, entropy if with_entropy else None
     output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, chunk_tokens, with_entropy
     )

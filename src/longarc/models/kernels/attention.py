@@ -26,7 +26,7 @@ class FlatRuns:
     """Rows by position, run after run."""
 
     @classmethod
-    def of(cls, runs: Sequence[tuple[int, int, int, Int[Tensor, " keys"]]]) -> "FlatRuns":
+    def of(cls, runs: Sequence[tuple[int, int, int, Tensor]]) -> "FlatRuns":
         """Join runs of (first query, queries, first position, rows by position)."""
         numbers, start = [], 0
         for first_query, num_queries, first_position, rows in runs:
@@ -67,7 +67,7 @@ def sparse_attention(
     *,
     value_width: int,
     scale: float,
-    with_mass: bool,
+    with_mass: bool = False,
 ) -> tuple[Float[Tensor, "N n v"], Float[Tensor, "N S"] | None]:
     """Attend from each query to its own rows; values are the first ``value_width`` numbers of a row.
 
@@ -75,7 +75,7 @@ def sparse_attention(
         The attended values, and where asked for the probabilities summed over heads (no gradient).
     """
     shape = _Shape(1, value_width, rows_NS.shape[1], scale)
-    output: tuple[Tensor, Tensor] = _Attention.apply(
+    output: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
         runs, query_Nnd, table_Rd[:, None], None, rows_NS, shape, with_mass
     )
     return output[0], output[1] if with_mass else None
@@ -92,7 +92,7 @@ def dense_attention(
 ) -> Float[Tensor, "N n v"]:
     """Attend from each query to every position up to itself; values default to the head of the keys."""
     shape = _Shape(key_Rgd.shape[1], value_width, 0, scale)
-    output: tuple[Tensor, Tensor] = _Attention.apply(
+    output: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
         runs, query_Nnd, key_Rgd, value_Rgv, None, shape, False
     )
     return output[0]
@@ -138,15 +138,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         query, key, value, rows, stats = ctx.saved_tensors
-        grad_query, grad_key = torch.empty_like(query), torch.zeros_like(key)
-        grad_value = torch.zeros_like(value) if value is not None else None
+        grad_query, grad_key = torch.empty_like(query), _padded_zeros(key)
+        grad_value = _padded_zeros(value) if value is not None else None
         required().call(
             "attention_backward",
             *_sizes(ctx.runs, query, ctx.shape),
             *(query, key, value, rows, grad.contiguous(), stats, grad_query, grad_key, grad_value),
             torch.get_num_threads(),
         )
-        return None, grad_query, grad_key, grad_value, None, None, None
+        if value is not None and grad_value is not None:
+            grad_value = grad_value[..., : value.shape[2]]
+        return None, grad_query, grad_key[..., : key.shape[2]], grad_value, None, None, None
+
+
+def _padded_zeros(table: Tensor) -> Tensor:
+    """Return zeros like the table, with rows padded to whole vectors."""
+    lanes = required().lanes
+    rows, heads, width = table.shape
+    return table.new_zeros(rows, heads, -(-width // lanes) * lanes)
 
 
 def _sizes(runs: FlatRuns, query: Tensor, shape: _Shape) -> tuple[Any, ...]:

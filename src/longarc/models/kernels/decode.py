@@ -6,35 +6,49 @@ The eager twin is ``Decoder.extend`` over a ``SlotCache``. Weights are packed ag
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.models.kernels import structs
-from longarc.models.kernels.native import NativeLibrary
+from longarc.models.kernels.native import required
 from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
 
 
-class NativeDecoder(ABC):
-    """Runs new tokens of cached sequences through all layers."""
+class NativeDecoder(BlockedSlotCache, ABC):
+    """A slot cache that also runs new tokens of its sequences through all layers."""
 
     _function: str
 
     def __init__(
-        self, library: NativeLibrary, weights: Weights, cache: BlockedSlotCache, *, num_layers: int
+        self,
+        weights: Weights,
+        angles: tuple[Tensor, Tensor],
+        tables: Mapping[str, Table],
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_length: int,
     ) -> None:
-        self._library = library
+        self._library = required()
+        super().__init__(
+            tables,
+            num_layers=num_layers,
+            num_slots=num_slots,
+            max_length=max_length,
+            lanes=self._library.lanes,
+        )
         self._weights = dict(weights)
-        self.cache = cache
+        self._angles = angles
         self._num_layers = num_layers
-        self._versions: list[int] = []
+        self._state: list[int] = []
         self._packed: list[Tensor] = []
-        self._layers: ctypes.Array[ctypes.Structure] | None = None
+        self._layers: ctypes.Array[Any] | None = None
 
     def hidden(
         self,
@@ -43,7 +57,6 @@ class NativeDecoder(ABC):
         starts: Sequence[int],
         counts: Sequence[int],
         *,
-        angles: tuple[Tensor, Tensor],
         is_sparse: bool,
     ) -> Tensor:
         """Write the new tokens into the cache and return their final hidden states.
@@ -53,33 +66,24 @@ class NativeDecoder(ABC):
             slots: slot of each sequence.
             starts: position of each sequence's first new token.
             counts: new tokens of each sequence.
-            angles: cosines and sines by position, [positions, rotated width / 2].
             is_sparse: attend to the indexer's selection only.
         """
         layers = self._fresh_layers()
-        counts_N = torch.tensor(counts)
-        if len(token_ids) == len(counts):
-            slots_N, positions_N = torch.tensor(slots), torch.tensor(starts)
-        else:
-            slots_N = torch.repeat_interleave(torch.tensor(slots), counts_N)
-            before_N = counts_N.cumsum(0) - counts_N
-            positions_N = torch.arange(len(token_ids)) + torch.repeat_interleave(
-                torch.tensor(starts) - before_N, counts_N
-            )
+        slots_N, positions_N = _rows_of(slots, starts, counts)
         tokens_N = token_ids.contiguous()
         embedding = self._weights["model.embed_tokens.weight"]
         hidden = torch.empty(len(tokens_N), embedding.shape[1])
         rows = structs.Rows(
             num=len(tokens_N),
-            max_length=self.cache.padded_length,
+            max_length=self.padded_length,
             **structs.addresses(
                 {
                     "tokens": tokens_N,
                     "slots": slots_N,
                     "positions": positions_N,
                     "embedding": embedding,
-                    "cos": angles[0],
-                    "sin": angles[1],
+                    "cos": self._angles[0],
+                    "sin": self._angles[1],
                     "final_norm": self._weights["model.norm.weight"],
                     "hidden": hidden,
                 }
@@ -95,17 +99,17 @@ class NativeDecoder(ABC):
         """Return the sizes."""
 
     @abstractmethod
-    def _pack_layers(self) -> "ctypes.Array[ctypes.Structure]":
+    def _pack_layers(self) -> ctypes.Array[Any]:
         """Pack the weights of all layers."""
 
-    def _fresh_layers(self) -> "ctypes.Array[ctypes.Structure]":
-        versions = [w._version for w in self._weights.values()]
-        versions.extend(w.data_ptr() for w in self._weights.values())
-        if self._layers is None or versions != self._versions:
+    def _fresh_layers(self) -> ctypes.Array[Any]:
+        # Flat lists of integers: this runs in every step, and tuples would wake the garbage collector.
+        state = [w._version for w in self._weights.values()]
+        state.extend(w.data_ptr() for w in self._weights.values())
+        if self._layers is None or state != self._state:
             self._packed = []
-            with torch.no_grad():
-                self._layers = self._pack_layers()
-            self._versions = versions
+            self._layers = self._pack_layers()
+            self._state = state
         return self._layers
 
     def _weight(self, layer: int, name: str) -> Tensor:
@@ -141,8 +145,8 @@ class NativeLlama(NativeDecoder):
 
     def __init__(
         self,
-        library: NativeLibrary,
         weights: Weights,
+        angles: tuple[Tensor, Tensor],
         config: LlamaConfig,
         *,
         num_slots: int,
@@ -151,14 +155,14 @@ class NativeLlama(NativeDecoder):
         self._config = config
         self._dim = config.head_dim or config.hidden_size // config.num_attention_heads
         heads = config.num_key_value_heads
-        cache = BlockedSlotCache(
+        super().__init__(
+            weights,
+            angles,
             {"keys": Table(heads, self._dim, True), "values": Table(heads, self._dim, False)},
             num_layers=config.num_hidden_layers,
             num_slots=num_slots,
             max_length=max_length,
-            lanes=library.lanes,
         )
-        super().__init__(library, weights, cache, num_layers=config.num_hidden_layers)
 
     def _shape(self, is_sparse: bool) -> ctypes.Structure:
         config = self._config
@@ -172,8 +176,8 @@ class NativeLlama(NativeDecoder):
             scale=float(self._dim) ** -0.5,
         )
 
-    def _pack_layers(self) -> "ctypes.Array[ctypes.Structure]":
-        layers = (structs.LlamaLayer * self._num_layers)()
+    def _pack_layers(self) -> ctypes.Array[Any]:
+        layers: ctypes.Array[Any] = (structs.LlamaLayer * self._num_layers)()
         for i in range(self._num_layers):
             q, k, v, o = (self._weight(i, f"self_attn.{name}_proj.weight") for name in "qkvo")
             layers[i] = structs.LlamaLayer(
@@ -182,7 +186,7 @@ class NativeLlama(NativeDecoder):
                 output=self._pack(o),
                 post_norm=self._weight(i, "post_attention_layernorm.weight").data_ptr(),
                 feed_forward=structs.FeedForward(**self._dense(i, "mlp")),
-                **structs.addresses(self.cache.layer(i)),
+                **structs.addresses(self.layer(i)),
             )
         return layers
 
@@ -194,8 +198,8 @@ class NativeGlmMoeDsa(NativeDecoder):
 
     def __init__(
         self,
-        library: NativeLibrary,
         weights: Weights,
+        angles: tuple[Tensor, Tensor],
         config: GlmMoeDsaConfig,
         *,
         num_slots: int,
@@ -203,7 +207,9 @@ class NativeGlmMoeDsa(NativeDecoder):
     ) -> None:
         self._config = config
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        cache = BlockedSlotCache(
+        super().__init__(
+            weights,
+            angles,
             {
                 "latents": Table(1, width, False),
                 "index_keys": Table(1, config.index_head_dim, True),
@@ -211,9 +217,7 @@ class NativeGlmMoeDsa(NativeDecoder):
             num_layers=config.num_hidden_layers,
             num_slots=num_slots,
             max_length=max_length,
-            lanes=library.lanes,
         )
-        super().__init__(library, weights, cache, num_layers=config.num_hidden_layers)
 
     def _shape(self, is_sparse: bool) -> ctypes.Structure:
         config = self._config
@@ -238,13 +242,13 @@ class NativeGlmMoeDsa(NativeDecoder):
             index_scale=float(config.index_n_heads * config.index_head_dim) ** -0.5,
         )
 
-    def _pack_layers(self) -> "ctypes.Array[ctypes.Structure]":
-        layers = (structs.MlaLayer * self._num_layers)()
+    def _pack_layers(self) -> ctypes.Array[Any]:
+        layers: ctypes.Array[Any] = (structs.MlaLayer * self._num_layers)()
         for i in range(self._num_layers):
             layers[i] = structs.MlaLayer(
                 **self._attention(i),
                 feed_forward=structs.FeedForward(**self._feed_forward(i)),
-                **structs.addresses(self.cache.layer(i)),
+                **structs.addresses(self.layer(i)),
             )
         return layers
 
@@ -265,8 +269,10 @@ class NativeGlmMoeDsa(NativeDecoder):
                 *("indexer.wk", "indexer.weights_proj", "indexer.wq_b"),
             )
         )
-        absorb = kv_b.unflatten(0, (config.num_attention_heads, -1))
-        key_absorb, value_absorb = absorb.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        absorb = kv_b.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        key_absorb, value_absorb = torch.split(
+            absorb, [config.qk_nope_head_dim, config.v_head_dim], dim=1
+        )
         return {
             **structs.addresses({key: self._weight(layer, name) for key, name in norms.items()}),
             "input": self._pack(q_a, kv_a, keys, weights),
@@ -276,7 +282,7 @@ class NativeGlmMoeDsa(NativeDecoder):
             "output": self._pack(output),
         }
 
-    def _feed_forward(self, layer: int) -> dict[str, float]:
+    def _feed_forward(self, layer: int) -> dict[str, int | float]:
         config = self._config
         if layer < config.first_k_dense_replace:
             return dict(self._dense(layer, "mlp"))
@@ -295,3 +301,15 @@ class NativeGlmMoeDsa(NativeDecoder):
             "scale": config.routed_scaling_factor,
             **shared,
         }
+
+
+def _rows_of(
+    slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return slot and position of every new token."""
+    if max(counts) == 1:
+        return torch.tensor(slots), torch.tensor(starts)
+    counts_S = torch.tensor(counts)
+    slots_N = torch.repeat_interleave(torch.tensor(slots), counts_S)
+    shift_S = torch.tensor(starts) - (counts_S.cumsum(0) - counts_S)
+    return slots_N, torch.arange(len(slots_N)) + torch.repeat_interleave(shift_S, counts_S)

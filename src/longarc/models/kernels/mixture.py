@@ -21,7 +21,7 @@ def route(
     scale: float,
 ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
     """Return chosen experts, best first and ties to the lower index, and their weights."""
-    output: tuple[Tensor, Tensor] = _Route.apply(logits_TE, bias_E, num_chosen, normalise, scale)
+    output: tuple[Tensor, Tensor] = _Route.apply(logits_TE, bias_E, num_chosen, normalise, scale)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -72,7 +72,7 @@ def mix_experts(
         gate_up: gate rows first, then up rows.
         down: output projections.
     """
-    output: Tensor = _MixExperts.apply(x, chosen_Tk, weight_Tk, gate_up, down)
+    output: Tensor = _MixExperts.apply(x, chosen_Tk, weight_Tk, gate_up, down)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -7,7 +7,7 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -39,7 +39,11 @@ _SIGNATURES: Final = {
     "llama_rows": "pppi",
     "mla_rows": "pppi",
 }
-_TYPES: Final = {_POINTER: ctypes.c_void_p, _INTEGER: ctypes.c_int64, _REAL: ctypes.c_float}
+_TYPES: Final[dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]]] = {
+    _POINTER: ctypes.c_void_p,
+    _INTEGER: ctypes.c_int64,
+    _REAL: ctypes.c_float,
+}
 
 
 class NativeLibrary:
@@ -71,7 +75,7 @@ class NativeLibrary:
         self,
         name: str,
         shape: ctypes.Structure,
-        layers: "ctypes.Array[ctypes.Structure]",
+        layers: ctypes.Array[Any],
         rows: ctypes.Structure,
         num_threads: int,
     ) -> None:

@@ -17,7 +17,7 @@ def linear(
     x: Float[Tensor, "T inputs"], weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, "T outputs"]:
     """Return ``x weight^T``; a row's numbers depend on that row alone."""
-    output: Tensor = _HeadProduct.apply(x[None], weight[None])
+    output: Tensor = _HeadProduct.apply(x[None], weight[None])  # type: ignore[no-untyped-call]
     return output[0]
 
 
@@ -25,7 +25,7 @@ def head_product(
     x: Float[Tensor, "T n inputs"], weight: Float[Tensor, "n outputs inputs"]
 ) -> Float[Tensor, "T n outputs"]:
     """Return ``x[:, h] weight[h]^T`` for every head."""
-    output: Tensor = _HeadProduct.apply(x.transpose(0, 1), weight)
+    output: Tensor = _HeadProduct.apply(x.transpose(0, 1), weight)  # type: ignore[no-untyped-call]
     return output.transpose(0, 1)
 
 
@@ -59,11 +59,12 @@ class _HeadProduct(torch.autograd.Function):
 def product(x: Tensor, weight: Tensor, output: Tensor) -> None:
     """Set ``output[b] = x[b] weight[b]^T``; rows of ``x`` and ``output`` are without gaps, strides free."""
     batches, rows, inputs = x.shape
+    weight_batch, weight_row, weight_column = weight.stride()
     required().call(
         "product",
         *(batches, rows, output.shape[2], inputs),
         *(x, x.stride(0), x.stride(1)),
-        *(weight, *weight.stride()),
+        *(weight, weight_batch, weight_row, weight_column),
         *(output, output.stride(0), output.stride(1)),
         torch.get_num_threads(),
     )
@@ -91,7 +92,7 @@ def rms_norm(
     x: Float[Tensor, "T d"], weight: Float[Tensor, " d"], eps: float
 ) -> Float[Tensor, "T d"]:
     """Return ``weight * x / sqrt(mean(x^2) + eps)``."""
-    output: Tensor = _RmsNorm.apply(x, weight, eps)
+    output: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -140,7 +141,7 @@ def rotate(
     interleaved: bool,
 ) -> Float[Tensor, "T n d"]:
     """Turn every pair of every head by its row's angles."""
-    output: Tensor = _Rotate.apply(x, cos, sin, interleaved, 1.0)
+    output: Tensor = _Rotate.apply(x, cos, sin, interleaved, 1.0)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -164,7 +165,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        turned: Tensor = _Rotate.apply(grad, cos, sin, ctx.interleaved, -ctx.sign)
+        turned: Tensor = _Rotate.apply(grad, cos, sin, ctx.interleaved, -ctx.sign)  # type: ignore[no-untyped-call]
         return turned, None, None, None, None
 
 
@@ -175,7 +176,7 @@ def feed_forward(
     down: Float[Tensor, "hidden width"],
 ) -> Float[Tensor, "T hidden"]:
     """Return ``down(silu(gate x) * up x)``."""
-    output: Tensor = _FeedForward.apply(x, gate, up, down)
+    output: Tensor = _FeedForward.apply(x, gate, up, down)  # type: ignore[no-untyped-call]
     return output
 
 

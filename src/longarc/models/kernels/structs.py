@@ -1,8 +1,7 @@
 """The structures of ``cpu/decode.h`` in ctypes: same names, same order, same types."""
 
 import ctypes
-from collections.abc import Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def _reals(names: str) -> list[_CField]:
 class Rows(ctypes.Structure):
     """The new tokens of one call."""
 
-    _fields_: Sequence[_CField] = [
+    _fields_: ClassVar[list[_CField]] = [
         *_pointers("tokens slots positions"),
         *_integers("num max_length"),
         *_pointers("embedding cos sin final_norm hidden"),
@@ -36,7 +35,7 @@ class Rows(ctypes.Structure):
 class FeedForward(ctypes.Structure):
     """Weights and sizes of one feed-forward, dense or experts."""
 
-    _fields_: Sequence[_CField] = [
+    _fields_: ClassVar[list[_CField]] = [
         *_pointers("gate_up down router router_bias shared_gate_up shared_down"),
         *_integers("num_experts num_chosen width shared_width normalise"),
         *_reals("scale"),
@@ -46,7 +45,7 @@ class FeedForward(ctypes.Structure):
 class LlamaLayer(ctypes.Structure):
     """Weights and cache of one layer of a Llama-type decoder."""
 
-    _fields_: Sequence[_CField] = [
+    _fields_: ClassVar[list[_CField]] = [
         *_pointers("input_norm qkv output post_norm"),
         ("feed_forward", FeedForward),
         *_pointers("keys values"),
@@ -56,7 +55,7 @@ class LlamaLayer(ctypes.Structure):
 class LlamaShape(ctypes.Structure):
     """Sizes of a Llama-type decoder."""
 
-    _fields_: Sequence[_CField] = [
+    _fields_: ClassVar[list[_CField]] = [
         *_integers("num_layers hidden num_heads num_key_heads dim"),
         *_reals("eps scale"),
     ]
@@ -65,7 +64,7 @@ class LlamaShape(ctypes.Structure):
 class MlaLayer(ctypes.Structure):
     """Weights and cache of one layer of the GLM-5 family."""
 
-    _fields_: Sequence[_CField] = [
+    _fields_: ClassVar[list[_CField]] = [
         *_pointers("input_norm input q_norm kv_norm query key_absorb value_absorb output"),
         *_pointers("index_norm_weight index_norm_bias post_norm"),
         ("feed_forward", FeedForward),
@@ -76,7 +75,7 @@ class MlaLayer(ctypes.Structure):
 class MlaShape(ctypes.Structure):
     """Sizes of a decoder of the GLM-5 family."""
 
-    _fields_: Sequence[_CField] = [
+    _fields_: ClassVar[list[_CField]] = [
         *_integers("num_layers hidden num_heads q_rank latent nope rope value"),
         *_integers("index_heads index_dim index_topk is_sparse"),
         *_reals("eps latent_eps index_eps scale index_scale"),

@@ -20,9 +20,9 @@ def token_logprobs(
     *,
     temperature: float,
     with_entropy: bool,
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " entropies"]]:
     """Return log-probabilities [nats] of the targets, and entropies (or nothing) without gradient."""
-    output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+    output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, with_entropy
     )
     return output

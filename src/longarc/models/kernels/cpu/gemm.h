@@ -26,9 +26,22 @@ inline void pack(const float* weight, int64_t out_stride, int64_t in_stride, int
     for (int64_t first = 0; first < num_out; first += PANEL) {
         float* panel = packed + first * num_in;
         const int64_t count = std::min<int64_t>(PANEL, num_out - first);
-        for (int64_t k = 0; k < num_in; k++) {
-            for (int64_t c = 0; c < count; c++)
-                panel[k * PANEL + c] = weight[(first + c) * out_stride + k * in_stride];
+        const float* from = weight + first * out_stride;
+        int64_t k = 0;
+        if (count == PANEL && out_stride == 1) {
+            for (; k < num_in; k++)
+                for (int v = 0; v < PANEL; v += LANES) store(panel + k * PANEL + v, load(from + k * in_stride + v));
+        } else if (count == PANEL && in_stride == 1) {
+            for (; k + LANES <= num_in; k += LANES)
+                for (int v = 0; v < PANEL; v += LANES) {
+                    Vec square[LANES];
+                    for (int c = 0; c < LANES; c++) square[c] = load(from + (v + c) * out_stride + k);
+                    transpose(square);
+                    for (int i = 0; i < LANES; i++) store(panel + (k + i) * PANEL + v, square[i]);
+                }
+        }
+        for (; k < num_in; k++) {
+            for (int64_t c = 0; c < count; c++) panel[k * PANEL + c] = from[c * out_stride + k * in_stride];
             for (int64_t c = count; c < PANEL; c++) panel[k * PANEL + c] = 0.0f;
         }
     }

@@ -1,10 +1,14 @@
-// What is done to single rows: norms, rotation, gated activation. Never inlined, so that every caller runs
+// What is done to single rows: norms, rotation, gated activation. Never inlined or cloned, so that every caller runs
 // the very same instructions and gets the very same bits.
 #pragma once
 
 #include "vec.h"
 
+#if defined(__GNUC__) && !defined(__clang__)
+#define LONGARC_ONE_COPY __attribute__((noinline, noclone))
+#else
 #define LONGARC_ONE_COPY __attribute__((noinline))
+#endif
 
 namespace longarc {
 

@@ -125,21 +125,28 @@ inline void attention_run(const AttentionShape& shape, const AttentionInputs& in
 
 struct BackwardScratch {
     std::vector<float> weights, d_scores, q, d_out, d_query;
-    Gathered d_keys, d_values;  // only their rows
 };
 
-// rows[j] += sum_h coefficients[h][j] * vectors[h], over vectors of `stride` padded floats.
+// A gradient table whose rows are padded to whole vectors, so that rows are added to without care for their end.
+struct GradientRows {
+    float* first;
+    int64_t stride;
+    const int64_t* rows;
+};
+
+// rows[j] += sum_h coefficients[h][j] * vectors[h], over vectors of `width` padded floats.
 template <int HEADS>
-inline void add_outer(const float* coefficients, int64_t coefficient_stride, const float* vectors,
-                      int64_t vector_stride, int64_t num_keys, float* rows, int64_t stride) {
-    for (int64_t d = 0; d < vector_stride; d += LANES) {
+inline void add_outer(const float* coefficients, int64_t coefficient_stride, const float* vectors, int64_t width,
+                      int64_t num_keys, const GradientRows& to) {
+    for (int64_t d = 0; d < width; d += LANES) {
         Vec v[HEADS];
-        for (int h = 0; h < HEADS; h++) v[h] = load(vectors + h * vector_stride + d);
+        for (int h = 0; h < HEADS; h++) v[h] = load(vectors + h * width + d);
         for (int64_t j = 0; j < num_keys; j++) {
-            Vec total = load(rows + j * stride + d);
+            float* row = to.first + to.rows[j] * to.stride + d;
+            Vec total = load(row);
 #pragma GCC unroll 4
             for (int h = 0; h < HEADS; h++) total += v[h] * coefficients[h * coefficient_stride + j];
-            store(rows + j * stride + d, total);
+            store(row, total);
         }
     }
 }
@@ -147,7 +154,8 @@ inline void add_outer(const float* coefficients, int64_t coefficient_stride, con
 // Gradient of up to GROUP heads of one query; s.q holds the scaled, padded query and s.d_out the padded gradient.
 template <int HEADS>
 inline void heads_backward(const AttentionShape& shape, const AttentionInputs& in, const GatheredHead& gathered,
-                           int64_t num, const SoftmaxStats* stats, float* d_query, BackwardScratch& s) {
+                           int64_t num, const SoftmaxStats* stats, float* d_query, const GradientRows& d_keys,
+                           const GradientRows& d_values, BackwardScratch& s) {
     const int64_t stride = scores_stride(num);
     const Gathered &keys = gathered.keys, &values = gathered.value_side(in);
     if (int64_t(s.weights.size()) < GROUP * stride) {
@@ -183,33 +191,16 @@ inline void heads_backward(const AttentionShape& shape, const AttentionInputs& i
                                   LANES);
     for (int h = 0; h < HEADS; h++)
         std::memcpy(d_query + h * shape.dim, dq + h * keys.stride, sizeof(float) * shape.dim);
-    add_outer<HEADS>(d_scores, stride, s.q.data(), keys.stride, num, s.d_keys.rows.data(), keys.stride);
-    // A value that is the head of its key leaves its gradient there; s.d_out is then padded with zeros.
-    const int64_t value_stride = round_up(shape.value_dim, LANES);
-    float* d_values = in.value ? s.d_values.rows.data() : s.d_keys.rows.data();
+    add_outer<HEADS>(d_scores, stride, s.q.data(), keys.stride, num, d_keys);
+    const int64_t value_width = round_up(shape.value_dim, LANES);
     for (int h = 0; h < HEADS; h++)
-        std::memmove(s.d_out.data() + h * value_stride, s.d_out.data() + h * values.stride, sizeof(float) * value_stride);
-    add_outer<HEADS>(weights, stride, s.d_out.data(), value_stride, num, d_values, values.stride);
-}
-
-inline void add_rows(const Gathered& from, const int64_t* rows, int64_t num, int64_t dim, float* table,
-                     int64_t table_stride) {
-    for (int64_t j = 0; j < num; j++) {
-        float* to = table + rows[j] * table_stride;
-        over_vectors(dim, [&](int64_t i, int count) {
-            store_upto(to + i, load_upto(to + i, count) + load(&from.rows[j * from.stride + i]), count);
-        });
-    }
-}
-
-inline void clear_rows(Gathered& rows, int64_t num, int64_t dim) {
-    rows.stride = round_up(dim, LANES);
-    rows.rows.assign(num * rows.stride, 0.0f);
+        std::memmove(s.d_out.data() + h * value_width, s.d_out.data() + h * values.stride, sizeof(float) * value_width);
+    add_outer<HEADS>(weights, stride, s.d_out.data(), value_width, num, d_values);
 }
 
 inline void query_backward(const AttentionShape& shape, const AttentionInputs& in, const GatheredHead& gathered,
                            int64_t head, int64_t num, const float* d_out, const SoftmaxStats* stats, float* d_query,
-                           BackwardScratch& s) {
+                           const GradientRows& d_keys, const GradientRows& d_values, BackwardScratch& s) {
     const int64_t q_stride = gathered.keys.stride, v_stride = gathered.value_side(in).stride;
     for (int64_t h = 0; h < shape.group(); h += GROUP) {
         const int64_t heads = std::min<int64_t>(GROUP, shape.group() - h), at = head + h;
@@ -223,47 +214,37 @@ inline void query_backward(const AttentionShape& shape, const AttentionInputs& i
         }
         float* dq = d_query + at * shape.dim;
         switch (heads) {
-            case 1: heads_backward<1>(shape, in, gathered, num, stats + at, dq, s); break;
-            case 2: heads_backward<2>(shape, in, gathered, num, stats + at, dq, s); break;
-            case 3: heads_backward<3>(shape, in, gathered, num, stats + at, dq, s); break;
-            default: heads_backward<4>(shape, in, gathered, num, stats + at, dq, s);
+            case 1: heads_backward<1>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s); break;
+            case 2: heads_backward<2>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s); break;
+            case 3: heads_backward<3>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s); break;
+            default: heads_backward<4>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s);
         }
     }
 }
 
-// Sets d_query; adds to d_key and d_value (nullptr where values are in the keys).
+// Sets d_query; adds to d_key and d_value, [row][head][padded width]; d_value is nullptr where values are in the keys.
 inline void attention_backward_run(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs,
                                    const Run& run, const float* d_out, const SoftmaxStats* stats, float* d_query,
                                    float* d_key, float* d_value) {
     thread_local GatheredHead gathered;
     thread_local BackwardScratch s;
+    const int64_t key_width = round_up(shape.dim, LANES), value_width = round_up(shape.value_dim, LANES);
     for (int64_t g = 0; g < shape.num_key_heads; g++) {
         const int64_t* rows = runs.key_rows + run.first_key;
-        auto flush = [&](const int64_t* to, int64_t num) {
-            add_rows(s.d_keys, to, num, shape.dim, d_key + g * shape.dim, shape.num_key_heads * shape.dim);
-            if (in.value)
-                add_rows(s.d_values, to, num, shape.value_dim, d_value + g * shape.value_dim,
-                         shape.num_key_heads * shape.value_dim);
-        };
-        auto begin = [&](const int64_t* from, int64_t num) {
-            gathered.gather(shape, in, g, from, num);
-            clear_rows(s.d_keys, num, shape.dim);
-            if (in.value) clear_rows(s.d_values, num, shape.value_dim);
-        };
-        if (!shape.topk) begin(rows, run.num_keys());
+        if (!shape.topk) gathered.gather(shape, in, g, rows, run.num_keys());
         for (int64_t i = 0; i < run.num_queries; i++) {
             const int64_t query = run.first_query + i, head = query * shape.num_heads + g * shape.group();
-            if (!shape.topk) {
-                query_backward(shape, in, gathered, head, run.first_position + i + 1, d_out, stats, d_query, s);
-                continue;
+            int64_t num = run.first_position + i + 1;
+            if (shape.topk) {
+                rows = in.selected + query * shape.topk;
+                num = count_selected(rows, shape.topk);
+                gathered.gather(shape, in, g, rows, num);
             }
-            const int64_t* chosen = in.selected + query * shape.topk;
-            const int64_t num = count_selected(chosen, shape.topk);
-            begin(chosen, num);
-            query_backward(shape, in, gathered, head, num, d_out, stats, d_query, s);
-            flush(chosen, num);
+            const GradientRows d_keys{d_key + g * key_width, shape.num_key_heads * key_width, rows};
+            // A value that is the head of its key leaves its gradient there.
+            const GradientRows d_values = in.value ? GradientRows{d_value + g * value_width, shape.num_key_heads * value_width, rows} : d_keys;
+            query_backward(shape, in, gathered, head, num, d_out, stats, d_query, d_keys, d_values, s);
         }
-        if (!shape.topk) flush(rows, run.num_keys());
     }
 }
 
