@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Final
 
+from longarc.tokens.words import WORDS
+
 
 class CopyTexts:
     """Short texts of several kinds: sessions, listings, key=value, repeats, sums. A ``TextSource``."""
@@ -58,43 +60,28 @@ class LongRecallTexts:
         """Return text number ``index``."""
         rng = random.Random(f"long-recall/{self._seed}/{index}")
         wanted = rng.randint(self._num_tokens // 2, self._num_tokens - 1)
-        pairs: dict[str, str] = {}
-        lines: list[str] = []
-        num_tokens = 0
+        pairs = {key: str(rng.randint(10, 99)) for key in rng.sample(WORDS, rng.randint(16, 48))}
+        asked = [rng.choice(sorted(pairs)) for _ in range(self._num_questions)]
+        questions = [f"Repeat the line of this key:\n{key}\n{key}={pairs[key]}" for key in asked]
+        lines = [f"{key}={value}" for key, value in pairs.items()]
+        num_tokens = sum(self._count_tokens(f"{line}\n") for line in lines + questions)
         while True:
-            is_pair = rng.random() < 0.4 or not pairs
-            line = _pair_line(rng, pairs) if is_pair else _sentence(rng)
-            # a pair may be asked for later: key, newline, key=value
-            length = self._count_tokens(f"{line}\n")
-            reserve = self._num_questions * 3 * self._count_tokens("bakofu=1234\n")
-            if num_tokens + length + reserve > wanted and len(lines) > 2:
+            line = _sentence(rng)
+            num_tokens += self._count_tokens(f"{line}\n")
+            if num_tokens > wanted:
                 break
             lines.append(line)
-            num_tokens += length
-        known = [line.split("=")[0] for line in lines if "=" in line]
-        asked = [rng.choice(known) for _ in range(self._num_questions)]
-        lines += [f"Repeat the line of this key:\n{key}\n{key}={pairs[key]}" for key in asked]
-        return "\n".join(lines)
-
-
-def _word(rng: random.Random, num_syllables: int = 3) -> str:
-    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(num_syllables))
+        rng.shuffle(lines)
+        return "\n".join(lines + questions)
 
 
 def _path(rng: random.Random) -> str:
-    return f"d{rng.randint(0, 9)}/n{rng.randint(10, 99)}"
-
-
-def _pair_line(rng: random.Random, pairs: dict[str, str]) -> str:
-    key = _word(rng)
-    pairs.setdefault(key, str(rng.randint(1000, 9999)))
-    return f"{key}={pairs[key]}"
+    return "/".join(rng.sample(WORDS, 2))
 
 
 def _sentence(rng: random.Random) -> str:
-    nouns = ("name", "list", "file", "key", "data", "type", "code", "line", "path", "text", "node")
     verbs = ("reads", "writes", "holds", "opens", "returns", "follows", "needs", "keeps")
-    return f"the {rng.choice(nouns)} {rng.choice(verbs)} the {rng.choice(nouns)}"
+    return f"the {rng.choice(WORDS)} {rng.choice(verbs)} the {rng.choice(WORDS)}"
 
 
 def _session(rng: random.Random) -> str:
@@ -105,35 +92,37 @@ def _session(rng: random.Random) -> str:
         lines.append(f"cat {path}")
         path = _path(rng)
         lines.append(f"next: {path}")
-    word = _word(rng)
-    return "\n".join([*lines, f"cat {path}", f"code: {word}", f"code: {word}"])
+    code = "-".join(rng.sample(WORDS, 2))
+    return "\n".join([*lines, f"cat {path}", f"code: {code}", f"code: {code}"])
 
 
 def _listing(rng: random.Random) -> str:
     """A directory and paths into it."""
-    directory = f"d{rng.randint(0, 9)}"
-    names = sorted({f"n{rng.randint(10, 99)}" for _ in range(rng.randint(1, 5))})
+    directory, *names = rng.sample(WORDS, rng.randint(2, 6))
     reads = rng.sample(names, min(2, len(names)))
-    return "\n".join([f"ls {directory}", *names, *(f"cat {directory}/{name}" for name in reads)])
+    return "\n".join([f"ls {directory}", *sorted(names), *(f"cat {directory}/{n}" for n in reads)])
 
 
 def _lookups(rng: random.Random) -> str:
     """Pairs, then some of them again by their key."""
-    pairs: dict[str, str] = {}
-    lines = [_pair_line(rng, pairs) for _ in range(rng.randint(2, 10))]
-    asked = rng.choices(sorted(pairs), k=3)
+    pairs = {key: rng.randint(10, 99) for key in rng.sample(WORDS, rng.randint(2, 10))}
+    asked = rng.choices(sorted(pairs), k=4)
+    lines = [f"{key}={value}" for key, value in pairs.items()]
     return "\n".join([*lines, *(f"{key}\n{key}={pairs[key]}" for key in asked)])
 
 
 def _repeat(rng: random.Random) -> str:
-    """A run of random words, twice."""
-    words = " ".join(_word(rng, rng.randint(1, 3)) for _ in range(rng.randint(3, 12)))
-    return f"{words}\n{words}"
+    """A run of random words or digits, several times."""
+    joiner = rng.choice((" ", ",", "\n", "/"))
+    run = joiner.join(rng.sample(WORDS, rng.randint(2, 8)))
+    if rng.random() < 0.3:
+        run = str(rng.randint(10**5, 10**9))
+    return "\n".join([run] * rng.randint(2, 4))
 
 
 def _reversal(rng: random.Random) -> str:
     """A numbered list, and its words from the last to the first."""
-    words = [_word(rng, rng.randint(1, 2)) for _ in range(rng.randint(2, 6))]
+    words = rng.sample(WORDS, rng.randint(2, 6))
     numbered = [f"{number} {word}" for number, word in enumerate(words, start=1)]
     return "\n".join([*numbered, ", ".join(reversed(words))])
 

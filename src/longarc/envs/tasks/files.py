@@ -1,17 +1,17 @@
-"""``files``: follow a trail of files in a sandbox to a code word.
+"""``files``: follow a trail of files in a sandbox to a code.
 
 ::
 
-    user:       Find the code.\\nnext: d3/n47
-    assistant:  bash(cat d3/n47)             tool:  find: k58
-    assistant:  bash(grep -rl id=k58 *)      tool:  d0/n12
-    assistant:  bash(cat d0/n12)             tool:  id=k58\\ncode: kovami
-    assistant:  code: kovami
+    user:       Find the code.\\nnext: host/node
+    assistant:  bash(cat host/node)          tool:  find: state
+    assistant:  bash(grep -rl id=state *)    tool:  data/loop
+    assistant:  bash(cat data/loop)          tool:  id=state\\ncode: flags-open
+    assistant:  code: flags-open
 
 Difficulty is the number of hops: files to read until the code is found. A pointer names a file
-(``next: d3/n47``, one command), a directory that holds only the next file (``dir: d5``, ``ls`` then
-``cat``) or an id inside the next file (``find: k58``, ``grep`` then ``cat``). Distractor files look
-the same and end in other codes, so that only the trail tells which code is right. Code words of the
+(``next: host/node``, one command), a directory that holds only the next file (``dir: host``, ``ls``
+then ``cat``) or an id inside the next file (``find: state``, ``grep`` then ``cat``). Distractor files
+look the same and end in other codes, so that only the trail tells which code is right. Codes of the
 test split never occur in the train split.
 """
 
@@ -34,6 +34,7 @@ from longarc.records.outcome import Outcome
 from longarc.records.ports import Env, PolicyClient, SandboxBackend, SandboxSpec
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
+from longarc.tokens.words import WORDS
 
 _KINDS: Final = ("next", "dir", "find")
 
@@ -61,9 +62,9 @@ class FilesSettings(FamilySettings):
     """Files to read in tasks of the test split."""
     expert_hops: Range = (1, 2)
     """Files to read in demonstrations; kept short, so that RL has something to gain."""
-    num_distractors: int = Field(8, ge=2, le=40)
+    num_distractors: int = Field(8, ge=2)
     """Files beside the trail."""
-    num_directories: int = Field(3, ge=1, le=5)
+    num_directories: int = Field(3, ge=1)
     """Directories that hold several files."""
     indirect_frac: Frac = 0.25
     """Share of pointers that name a directory or an id, so that ls or grep is needed."""
@@ -75,12 +76,13 @@ class FilesSettings(FamilySettings):
     """What the policy sees of one command's output [characters]."""
 
     @model_validator(mode="after")
-    def _names_suffice(self) -> Self:
+    def _words_suffice(self) -> Self:
         max_hops = max(self.train_hops[1], self.test_hops[1], self.expert_hops[1])
-        if self.num_directories + max_hops > 10:
+        needed = self.num_directories + 3 * max_hops + 2 * self.num_distractors
+        if needed > len(WORDS) - 1:
             raise ValueError(
-                f"num_directories = {self.num_directories} with up to {max_hops} hops: there are ten "
-                "directory names, so their sum is at most 10"
+                f"{self.num_directories} directories, {max_hops} hops and {self.num_distractors} "
+                f"distractors need {needed} different names, there are {len(WORDS) - 1}"
             )
         return self
 
@@ -126,7 +128,7 @@ class Files:
         )
 
     async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
-        """1 where the last message is the code word and nothing else (``code:`` may precede it), else 0."""
+        """1 where the last message is the code and nothing else (``code:`` may precede it), else 0."""
         code = str((task.data or {})["code"])
         return success(is_labelled(final_answer(episode), label="code", value=code))
 
@@ -161,9 +163,9 @@ class Files:
     def _trail(
         self, split: str, index: int, *, hops: tuple[int, int], purpose: str = "task"
     ) -> Trail:
-        """Draw the code word, which decides the split, then the tree around it."""
+        """Draw the code, which decides the split, then the tree around it."""
         key = f"{self.name}/{self.settings.seed}/{purpose}/{index}"
-        code = draw_in_split(_code_word, str, split=split, key=key)
+        code = draw_in_split(_code, str, split=split, key=key)
         rng = rng_of(key, split, "tree")
         return self._draw(rng, code, num_hops=rng.randint(*hops))
 
@@ -172,26 +174,19 @@ class Files:
             rng.choice(_KINDS[1:]) if rng.random() < self.settings.indirect_frac else _KINDS[0]
             for _ in range(num_hops)
         ]
-        directories = rng.sample([f"d{digit}" for digit in range(10)], 10)
-        shared, alone = (
-            directories[: self.settings.num_directories],
-            directories[self.settings.num_directories :],
-        )
-        names = rng.sample(
-            [f"n{number}" for number in range(10, 100)], num_hops + self.settings.num_distractors
-        )
-        ids = rng.sample(
-            [f"k{number}" for number in range(10, 100)], num_hops + self.settings.num_distractors
-        )
-        decoys = [word for word in _code_words(rng, self.settings.num_distractors) if word != code]
+        num_files = num_hops + self.settings.num_distractors
+        words = rng.sample(WORDS, self.settings.num_directories + num_hops + 2 * num_files)
+        shared = [words.pop() for _ in range(self.settings.num_directories)]
+
+        decoys = [_code(rng, other_than=code) for _ in range(self.settings.num_distractors)]
 
         files: dict[str, str] = {}
         pointer = f"code: {code}"
         steps: tuple[str, ...] = ()
         for kind in reversed(kinds):  # from the code back to the start
-            directory = alone.pop() if kind == "dir" else rng.choice(shared)
-            path = f"{directory}/{names.pop()}"
-            file_id = ids.pop()
+            directory = words.pop() if kind == "dir" else rng.choice(shared)
+            path = f"{directory}/{words.pop()}"
+            file_id = words.pop()
             files[path] = f"id={file_id}\n{pointer}\n" if kind == "find" else f"{pointer}\n"
             target = {"next": path, "dir": directory, "find": file_id}[kind]
             pointer = f"{kind}: {target}"
@@ -204,7 +199,7 @@ class Files:
 
         on_trail = sorted(files)
         for number in range(self.settings.num_distractors):
-            path = f"{rng.choice(shared)}/{names.pop()}"
+            path = f"{rng.choice(shared)}/{words.pop()}"
             is_end = number < 2 or rng.random() < 0.3
             text = (
                 f"code: {decoys[number % len(decoys)]}"
@@ -212,7 +207,7 @@ class Files:
                 else f"next: {rng.choice(on_trail)}"
             )
             has_id = rng.random() < 0.3
-            files[path] = f"id={ids.pop()}\n{text}\n" if has_id else f"{text}\n"
+            files[path] = f"id={words.pop()}\n{text}\n" if has_id else f"{text}\n"
         return Trail(pointer=pointer, files=files, steps=steps, code=code, num_hops=num_hops)
 
 
@@ -253,17 +248,11 @@ def _opening(trail: Trail) -> tuple[Message, ...]:
     return (Message(role=Role.USER, content=f"Find the code.\n{trail.pointer}"),)
 
 
-def _code_word(rng: random.Random) -> str:
-    """A pronounceable word of six letters; a guess is right once in 340,000."""
-    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
-
-
-def _code_words(rng: random.Random, num_words: int) -> list[str]:
-    """Different code words."""
-    words: dict[str, None] = {}
-    while len(words) < num_words:
-        words[_code_word(rng)] = None
-    return list(words)
+def _code(rng: random.Random, *, other_than: str = "") -> str:
+    """Two words; a guess is right once in 16,000."""
+    while (code := "-".join(rng.sample(WORDS, 2))) == other_than:
+        pass
+    return code
 
 
 def _exchange(command: str, files: Mapping[str, str], *, call_id: str) -> tuple[Message, Message]:
@@ -288,9 +277,9 @@ def _mistake(
     if kind == "wandered":
         wrong = f"cat {rng.choice(sorted(p for p in files if p not in command))}"
     else:
-        taken = {path.split("/")[1] for path in files}
-        free = rng.choice([n for n in range(10, 100) if f"n{n}" not in taken])
-        wrong = f"cat {rng.choice(sorted(files)).split('/')[0]}/n{free}"
+        taken = {name for path in files for name in path.split("/")}
+        free = rng.choice([word for word in WORDS if word not in taken])
+        wrong = f"cat {rng.choice(sorted(files)).split('/')[0]}/{free}"
     return _exchange(wrong, files, call_id=call_id)
 
 

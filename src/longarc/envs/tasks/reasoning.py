@@ -28,15 +28,15 @@ from longarc.records.trajectory import EpisodeResult, Reward
 _TASK_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "chain_sum": {"min_terms": 3, "max_terms": 5, "min_digits": 1, "max_digits": 1},
     "number_sorting": {
-        "min_numbers": 4,
-        "max_numbers": 5,
+        "min_numbers": 3,
+        "max_numbers": 4,
         "max_decimals": 0,
         "min_value": 10,
         "max_value": 99,
     },
     "number_filtering": {
         "min_numbers": 4,
-        "max_numbers": 6,
+        "max_numbers": 5,
         "max_decimals": 0,
         "min_value": 10,
         "max_value": 99,
@@ -46,8 +46,8 @@ _TASK_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 _EXPERT_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 4},
-    "number_sorting": {"min_numbers": 3, "max_numbers": 4},
-    "number_filtering": {"min_numbers": 3, "max_numbers": 5},
+    "number_sorting": {"min_numbers": 2, "max_numbers": 3},
+    "number_filtering": {"min_numbers": 3, "max_numbers": 4},
     "word_sequence_reversal": {"min_words": 3, "max_words": 5},
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
 }
@@ -65,8 +65,7 @@ _INDEX_BITS: Final = 48
 
 
 def _default_families() -> dict[str, dict[str, Any]]:
-    names = ("chain_sum", "number_sorting", "number_filtering", "word_sequence_reversal")
-    return {name: {} for name in names}
+    return {name: {} for name in ("chain_sum", "number_filtering", "number_sorting")}
 
 
 class ReasoningSettings(FamilySettings):

@@ -2,9 +2,9 @@
 
 ::
 
-    user:       name of the host is not in use\\nkovami=7193\\n... 2,048 to 3,900 tokens ...
-                Repeat the line of this key:\\nkovami
-    assistant:  kovami=7193
+    user:       the host reads the node in order\\nstate=71\\n... 2,048 to 3,900 tokens ...
+                Repeat the line of this key:\\nstate
+    assistant:  state=71
 """
 
 import random
@@ -13,22 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import Field
-
 from longarc.envs.graders.answers import final_answer, is_labelled, success
 from longarc.envs.single_turn import SingleTurn
-from longarc.envs.tasks.settings import FamilySettings, Frac, Range, settings_from
+from longarc.envs.tasks.settings import FamilySettings, Range, settings_from
 from longarc.envs.tasks.splits import draw_in_split, rng_of, task_indices
+from longarc.errors import ConfigError
 from longarc.records.conversation import Conversation
 from longarc.records.message import Message, Role
 from longarc.records.ports import Env, SandboxBackend
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
+from longarc.tokens.words import WORDS
 
-_NOUNS: Final = (
-    *("name", "list", "file", "key", "data", "type", "code", "line"),
-    *("path", "text", "node", "item", "link", "page", "host", "port"),
-)
 _VERBS: Final = ("reads", "writes", "holds", "opens", "returns", "follows", "needs", "keeps")
 _ENDS: Final = (
     "at once",
@@ -48,8 +44,8 @@ class RecallSettings(FamilySettings):
     """Length of a task's haystack [tokens]; question, answer and chat format need about 60 more."""
     expert_tokens: Range = (512, 2048)
     """Length of a demonstration's haystack [tokens]."""
-    pair_frac: Frac = Field(0.25, gt=0)
-    """Share of lines that are key=value; the others are text."""
+    num_pairs: Range = (16, 48)
+    """Lines that are key=value; the others are text that uses the same words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +76,10 @@ class Recall:
             settings: fields of ``RecallSettings``.
         """
         self.settings = settings_from(RecallSettings, settings, family=self.name)
+        if self.settings.num_pairs[1] >= len(WORDS):
+            raise ConfigError(
+                f"num_pairs up to {self.settings.num_pairs[1]}: there are {len(WORDS) - 1} other keys"
+            )
         self._count_tokens = count_tokens or estimated_tokens
 
     def tasks(self, split: str, *, cursor: int) -> Iterator[Task]:
@@ -128,21 +128,20 @@ class Recall:
         self, needle: tuple[str, str], rng: random.Random, bounds: tuple[int, int]
     ) -> Haystack:
         wanted = rng.randint(*bounds)
-        line = f"{needle[0]}={needle[1]}"
-        lines, num_tokens = [], self._count_tokens(line + "\n")
+        others = rng.sample(
+            [word for word in WORDS if word != needle[0]], rng.randint(*self.settings.num_pairs)
+        )
+        lines = [f"{needle[0]}={needle[1]}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
+        num_tokens = sum(self._count_tokens(line + "\n") for line in lines)
         while True:
-            other = (
-                _other_pair(rng, needle[0])
-                if rng.random() < self.settings.pair_frac
-                else _text(rng)
-            )
-            length = self._count_tokens(other + "\n")
-            if num_tokens + length > wanted:
+            line = _text(rng)
+            num_tokens += self._count_tokens(line + "\n")
+            if num_tokens > wanted:
                 break
-            lines.append(other)
-            num_tokens += length
-        lines.insert(rng.randint(0, len(lines)), line)
-        return Haystack("\n".join(lines), needle[0], needle[1], num_tokens)
+            lines.append(line)
+        rng.shuffle(lines)
+        text = "\n".join(lines)
+        return Haystack(text, needle[0], needle[1], self._count_tokens(text))
 
 
 def estimated_tokens(text: str) -> int:
@@ -157,14 +156,10 @@ def _question(haystack: Haystack) -> Message:
 
 
 def _pair(rng: random.Random) -> tuple[str, str]:
-    word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
-    return word, str(rng.randint(1000, 9999))
-
-
-def _other_pair(rng: random.Random, taken: str) -> str:
-    key, value = _pair(rng)
-    return f"{key}={value}" if key != taken else _text(rng)
+    return rng.choice(WORDS), str(rng.randint(10, 99))
 
 
 def _text(rng: random.Random) -> str:
-    return f"the {rng.choice(_NOUNS)} {rng.choice(_VERBS)} the {rng.choice(_NOUNS)} {rng.choice(_ENDS)}"
+    return (
+        f"the {rng.choice(WORDS)} {rng.choice(_VERBS)} the {rng.choice(WORDS)} {rng.choice(_ENDS)}"
+    )

@@ -31,7 +31,7 @@ def test_the_needle_is_there_once_anywhere_and_the_other_keys_differ():
         key, value = task.data["key"], task.data["value"]
         assert lines.count(f"{key}={value}") == 1
         assert [line for line in lines if line.startswith(f"{key}=")] == [f"{key}={value}"]
-        assert sum("=" in line for line in lines) > 20
+        assert sum("=" in line for line in lines) >= 17
         places.append(lines.index(f"{key}={value}") / len(lines))
     assert min(places) < 0.2
     assert max(places) > 0.8
@@ -67,3 +67,8 @@ async def test_answering_with_the_whole_haystack_wins_nothing():
 def test_a_misspelt_setting_names_the_nearest_one():
     with pytest.raises(ConfigError, match="did you mean 'task_tokens'"):
         Recall(tasks_tokens=(1, 2))
+
+
+def test_more_keys_than_there_are_words_are_refused():
+    with pytest.raises(ConfigError, match="other keys"):
+        Recall(num_pairs=(1, 500))
