@@ -82,6 +82,12 @@ def _group_advantages(group: Group, advantage_fn: AdvantageFn | None) -> Sequenc
             f"group {group.id} has {len(group.trajectories)} trajectories and multiplicities "
             f"{group.multiplicities}; it needs one multiplicity of at least 1 for each trajectory"
         )
+    for trajectory in group.trajectories:
+        if not trajectory.outcome.is_trainable:
+            raise ContractError(
+                f"trajectory {trajectory.id} ended as {trajectory.outcome}, which is not the policy's doing; it "
+                f"must be excluded before it reaches the trainer"
+            )
     if advantage_fn is None:
         return [0.0] * len(group.trajectories)
     padded: list[float] = []
@@ -89,8 +95,8 @@ def _group_advantages(group: Group, advantage_fn: AdvantageFn | None) -> Sequenc
     for trajectory, multiplicity in zip(group.trajectories, group.multiplicities, strict=True):
         if trajectory.reward is None:
             raise ContractError(
-                f"trajectory {trajectory.id} ended as {trajectory.outcome} and has no reward; only outcomes of "
-                f"the policy's own doing may reach the trainer"
+                f"trajectory {trajectory.id} has no reward; grade it before it reaches the trainer, or name "
+                f"a teacher for its family"
             )
         first_position.append(len(padded))
         padded += [trajectory.reward] * multiplicity

@@ -14,8 +14,10 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +46,9 @@ from longarc.trainer.update import (
     learning_rate,
     weights_sha256,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,32 +117,46 @@ class PolicyTrainer:
         self._advantage_fn = advantage_fn
         self._publisher = WeightPublisher(publish_directory)
         self._clock = clock
-        self._turn = asyncio.Lock()
+        # One thread and not a lock: a caller that is cancelled leaves the step running, and whoever
+        # saves next must still wait for it. Asking for the thread count applies it to the new thread.
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="trainer", initializer=torch.get_num_threads
+        )
         train_only(model, lambda name: not is_indexer(name))
         for teacher in (teachers or {}).values():
             train_only(teacher, lambda _: False)
         self._optimizer = MuonAdamW(model, model.config, settings.optimizer)
 
     async def step(self, batch: Batch) -> StepReport:
-        """Take one optimizer step in a thread; see :meth:`take_step`."""
-        async with self._turn:
-            return await asyncio.to_thread(self.take_step, batch)
+        """Take one optimizer step in the trainer's thread; see :meth:`take_step`."""
+        return await self._in_thread(self.take_step, batch)
 
     async def publish(self) -> WeightSource:
-        """Write the current weights where engines can read them."""
-        async with self._turn:
-            return await asyncio.to_thread(self._publisher.publish, self.model, self.policy_version)
+        """Write the current weights where engines can read them.
+
+        Raises:
+            ResourceError: the disk is full or not writable.
+        """
+        return await self._in_thread(
+            lambda: self._publisher.publish(self.model, self.policy_version)
+        )
 
     async def save(self, directory: str) -> None:
-        """Write weights, moments and counters into an existing empty directory."""
-        async with self._turn:
-            await asyncio.to_thread(
-                save_training_state,
+        """Write weights, moments and counters into an existing empty directory.
+
+        Raises:
+            ResourceError: the disk is full or not writable.
+        """
+
+        def write() -> None:
+            save_training_state(
                 directory,
                 model=self.model,
                 optimizer=self._optimizer,
                 counters={"policy_version": self.policy_version},
             )
+
+        await self._in_thread(write)
 
     def load(self, directory: str) -> None:
         """Continue exactly where :meth:`save` was called.
@@ -206,6 +225,10 @@ class PolicyTrainer:
             token_reports=observation.token_reports(settings.num_token_reports),
             histograms=observation.histograms(),
         )
+
+    async def _in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        call = partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _accumulate_all(self, items: Sequence[TrainItem], observation: Observation) -> float:
         """Leave summed gradients on the parameters; return the global normaliser."""

@@ -1,5 +1,6 @@
 """The policy step: what it computes, what it refuses, and what cannot change it."""
 
+import asyncio
 import hashlib
 import math
 from pathlib import Path
@@ -28,6 +29,7 @@ from longarc.records.metric import combine
 from longarc.records.outcome import Outcome
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
+from longarc.trainer.update import weights_sha256
 
 ADAMW = OptimizerConfig(lr=1e-2, use_muon=False, grad_clip=1e9, weight_decay=0.0)
 
@@ -416,15 +418,19 @@ def test_a_batch_that_trains_nothing_is_refused(tmp_path):
         make_trainer(tmp_path).take_step(make_batch([]))
 
 
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_an_environments_fault_is_never_trained_on(tmp_path, reward):
+    segment = make_segment(range(20), (1,), [-1.0])
+    crashed = make_trajectory([segment], name="c", reward=reward, outcome=Outcome.ENV_CRASHED)
+    for teachers in (None, {"math": tiny_model()}):
+        with pytest.raises(ContractError, match="trajectory c ended as env_crashed"):
+            make_trainer(tmp_path, teachers=teachers).take_step(make_batch([make_group([crashed])]))
+
+
 def test_a_trajectory_without_a_reward_is_refused(tmp_path):
-    crashed = make_trajectory(
-        [make_segment(range(20), (1,), [-1.0])],
-        name="crashed",
-        reward=None,
-        outcome=Outcome.ENV_CRASHED,
-    )
-    with pytest.raises(ContractError, match="crashed ended as env_crashed and has no reward"):
-        make_trainer(tmp_path).take_step(make_batch([make_group([crashed])]))
+    bare = make_trajectory([make_segment(range(20), (1,), [-1.0])], name="bare", reward=None)
+    with pytest.raises(ContractError, match="trajectory bare has no reward"):
+        make_trainer(tmp_path).take_step(make_batch([make_group([bare])]))
 
 
 @pytest.mark.parametrize("multiplicities", [(1,), (1, 0)])
@@ -517,3 +523,18 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, optimizer=ADAMW)
     with pytest.raises(CheckpointError, match="is incomplete"):
         trainer.load(str(tmp_path))
+
+
+async def test_a_cancelled_step_is_finished_before_anything_is_saved(tmp_path):
+    expected = make_trainer(tmp_path).take_step(random_batch()).weights_sha256
+    trainer = make_trainer(tmp_path)
+    step = asyncio.create_task(trainer.step(random_batch()))
+    await asyncio.sleep(0)
+    step.cancel()
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    await trainer.save(str(checkpoint))
+    resumed = make_trainer(tmp_path, seed=9)
+    resumed.load(str(checkpoint))
+    assert resumed.policy_version == 1
+    assert weights_sha256(resumed.model) == expected
