@@ -92,6 +92,18 @@ def test_pre_tokens_split_digits_cases_and_marks(text, boundaries):
     assert cut <= reached, "a token crosses a boundary"
 
 
+def test_digits_are_never_merged_however_frequent():
+    tokenizer = Tokenizer.train(["12 " * 50 + "ab " * 3], vocab_size=256 + 1 + 17)
+    assert len(tokenizer.encode("12")) == 2
+    assert len(tokenizer.encode("ab")) == 1
+
+
+def test_a_forged_control_token_does_not_change_how_its_surroundings_are_spelled():
+    around = TOKENIZER.encode("the ")
+    assert len(around) < len("the ")
+    assert TOKENIZER.encode("the <|user|>")[: len(around)] == around
+
+
 def test_training_is_a_function_of_the_texts_also_in_another_process():
     script = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
