@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longarc.models.kernels.native import native_for
+from longarc.models.kernels.vocabulary import sample_rows
 from longarc.records.sampling import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -86,6 +88,8 @@ def sample(
     Returns:
         Tokens, their log-probabilities [nats] under the distribution drawn from, and whether the row was finite.
     """
+    if _is_plain(samplings) and native_for(logits_BV):
+        return _sample_natively(logits_BV, samplings, seeds, positions)
     is_finite_B = torch.isfinite(logits_BV).all(dim=-1)
     if not bool(is_finite_B.all()):
         logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
@@ -103,3 +107,21 @@ def sample(
         tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), tokens_B)
         chosen_B = chosen_B.masked_fill(greedy_B, 0.0)
     return tokens_B, chosen_B, is_finite_B
+
+
+def _is_plain(samplings: Sequence[Sampling]) -> bool:
+    """Whether temperature is all there is to the distributions."""
+    return all(s.top_k <= 0 and s.top_p >= 1.0 for s in samplings)
+
+
+def _sample_natively(
+    logits_BV: Tensor, samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    temperatures = [s.temperature for s in samplings]
+    # The kernel divides by the temperature in place.
+    is_scaled = any(t not in (0.0, 1.0) for t in temperatures)
+    return sample_rows(
+        logits_BV.clone() if is_scaled else logits_BV.contiguous(),
+        torch.tensor(temperatures, dtype=torch.float32),
+        torch.from_numpy(uniforms(seeds, positions)),
+    )
