@@ -13,6 +13,9 @@ from longarc.records.trajectory import Trajectory
 from longarc.runs.codec import trajectory_body, trajectory_from_body
 from longarc.runs.ledger import Ledger
 
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Hundreds of ledgers are made here; what is tested does not depend on a disk."""
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -90,7 +93,7 @@ def test_every_trajectory_comes_back_equal_and_with_the_same_bytes(trajectory):
 @settings(max_examples=25, deadline=None)
 def test_a_batch_is_rebuilt_exactly_and_audits_clean(multiplicities, trainer_version, stranger):
     with (
-        TemporaryDirectory() as directory,
+        TemporaryDirectory(dir=IN_MEMORY) as directory,
         Ledger.open(Path(directory) / "ledger.sqlite") as ledger,
     ):
         groups = []
@@ -121,7 +124,7 @@ def test_a_batch_is_rebuilt_exactly_and_audits_clean(multiplicities, trainer_ver
 @settings(max_examples=25, deadline=None)
 def test_whatever_the_crashes_every_place_ends_trained_exactly_once(crash_points):
     """A stage of four groups of two, cut off at any point, again and again."""
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory(dir=IN_MEMORY) as directory:
         path = Path(directory) / "ledger.sqlite"
         plan = itertools.chain(crash_points, itertools.repeat(1000))
         while not _attempt(path, budget=next(plan)):

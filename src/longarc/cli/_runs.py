@@ -35,6 +35,7 @@ def run_summary(run: RunDirectory) -> dict[str, Any]:
         "path": str(run.path),
         "name": recipe.get("name"),
         "seed": recipe.get("seed"),
+        "running_in": run.running_in(),
         "num_starts": len(environments),
         "git_commit": environments[-1].get("git_commit") if environments else None,
         "stages": {name: _stage_files(run, name) for name in names},
@@ -80,6 +81,8 @@ def run_line(summary: Mapping[str, Any]) -> str:
     done = states.count("done")
     current = [name for name, stage in summary["stages"].items() if stage["state"] == "started"]
     where = f", in {current[-1]}" if current else ""
+    if summary["running_in"]:
+        where += f", running as process {summary['running_in']}"
     return f"{summary['path']}: {summary['name']}, {done} of {len(states)} stages done{where}"
 
 
@@ -87,6 +90,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     """Print a run on one page."""
     print(f"{summary['path']}: {summary['name']}, seed {summary['seed']}")
     print(f"started {summary['num_starts']} time(s), code {summary['git_commit'] or 'without git'}")
+    if summary["running_in"]:
+        print(f"running as process {summary['running_in']}")
     for name, stage in summary["stages"].items():
         last = stage.get("checkpoints", [])[-1:]
         print(f"\n{name}: {stage['state']}" + (f", newest checkpoint {last[0]}" if last else ""))

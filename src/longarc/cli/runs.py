@@ -8,9 +8,11 @@ longarc runs diff runs/a runs/b
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from longarc.cli._exit import ExitCode
+from longarc.errors import LongArcError
 
 SUMMARY = "list, show, audit and compare runs"
 
@@ -55,7 +57,13 @@ def _list(root: Path, *, as_json: bool) -> int:
     from longarc.cli._runs import print_json, run_line, run_summary
     from longarc.runs.directory import RunDirectory, find_runs
 
-    summaries = [run_summary(RunDirectory.look(path)) for path in find_runs(root)]
+    summaries = []
+    for path in find_runs(root):
+        try:
+            summaries.append(run_summary(RunDirectory.look(path)))
+        except LongArcError as error:
+            # One damaged run hides no other.
+            print(f"{path}: {type(error).__name__}: {error}", file=sys.stderr)
     if as_json:
         print_json(summaries)
     elif not summaries:

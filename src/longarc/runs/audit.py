@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from longarc.errors import LedgerError
 from longarc.records.outcome import Disposition, Outcome
-from longarc.records.trajectory import Trajectory
 from longarc.runs.codec import batch_sha256, body_sha256, decompress, trajectory_from_body
 from longarc.runs.database import Database
 from longarc.runs.replay import load_batch
+from longarc.runs.rows import COLUMNS, trajectory_columns
 
 _MAX_FINDINGS = 100
 """Findings that are listed; a damaged ledger has as many as rows."""
@@ -161,38 +161,26 @@ def _damage(database: Database) -> list[str]:
 def _payload_findings(database: Database) -> Iterator[str]:
     for (sequence,) in database.rows("SELECT sequence FROM payloads ORDER BY sequence"):
         row = database.row(
-            "SELECT t.id, t.sha256, t.stage, t.group_id, t.task_id, t.family, t.outcome, t.reward, "
-            "t.num_sampled_tokens, t.num_trained_tokens, p.payload "
+            f"SELECT t.{', t.'.join(COLUMNS)}, t.sha256, p.payload "
             "FROM payloads p JOIN trajectories t USING (sequence) WHERE p.sequence = ?",
             (sequence,),
         )
         if row is None:
             yield f"payload {sequence} belongs to no trajectory"
             continue
+        *recorded, digest, payload = row
         try:
-            body = decompress(row[-1])
-            if body_sha256(body) != row[1]:
+            body = decompress(payload)
+            if body_sha256(body) != digest:
                 yield f"trajectory {row[0]}: the payload has changed since it was stored"
                 continue
-            found = _summary(trajectory_from_body(body))
+            found = trajectory_columns(trajectory_from_body(body))
         except LedgerError as error:
             yield f"trajectory {row[0]}: {error}"
             continue
-        if found != row[2:-1]:
-            yield f"trajectory {row[0]}: the row says {row[2:-1]}, the payload {found}"
-
-
-def _summary(trajectory: Trajectory) -> tuple[object, ...]:
-    return (
-        trajectory.stage,
-        trajectory.group_id,
-        trajectory.task_id,
-        trajectory.family,
-        trajectory.outcome,
-        trajectory.reward,
-        trajectory.num_sampled_tokens,
-        trajectory.num_trained_tokens,
-    )
+        for name, value in zip(COLUMNS, recorded, strict=True):
+            if value != found[name]:
+                yield f"trajectory {row[0]}: {name} is {value} in the row and {found[name]} in the payload"
 
 
 def _batch_findings(database: Database) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from longarc.errors import LedgerError, LongArcError, ResourceError
+from longarc.runs.files import lock_holders
 from longarc.runs.schema import APPLICATION_ID, DDL, SCHEMA_VERSION
 
 Row = tuple[Any, ...]
@@ -192,7 +193,7 @@ def _translated(path: Path, doing: str) -> Iterator[None]:
             ) from error
         if code in _LOCKED:
             raise LedgerError(
-                f"{what}{_named(lock_holders(path))}: one run directory has one writer. Stop the "
+                f"{what}{_named(lock_holders(path, Path(f'{path}-shm')))}: one run directory has one writer. Stop the "
                 "other process, or wait for it."
             ) from error
         if code in _DAMAGED:
@@ -213,19 +214,3 @@ def _free_space(path: Path) -> str:
 
 def _named(pids: Sequence[int]) -> str:
     return f", held by process {', '.join(map(str, pids))}" if pids else ""
-
-
-def lock_holders(path: Path) -> list[int]:
-    """Return the processes that hold a write lock on a ledger, as far as Linux tells (else none)."""
-    try:
-        inodes = {str(os.stat(f"{path}{suffix}").st_ino) for suffix in ("", "-shm")}
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-    pids = set()
-    for line in lines:
-        # The fields are: number, type, mode, access, pid, device:inode, start, end.
-        fields = line.split()
-        if len(fields) >= 6 and fields[3] == "WRITE" and fields[5].split(":")[-1] in inodes:
-            pids.add(int(fields[4]))
-    return sorted(pid for pid in pids if pid > 0)

@@ -32,7 +32,7 @@ from longarc.runs.checkpoint import (
     verify,
 )
 from longarc.runs.environment import describe_environment
-from longarc.runs.files import JsonLines, json_document, write_atomically
+from longarc.runs.files import JsonLines, json_document, lock_holders, write_atomically
 from longarc.runs.ledger import Ledger
 from longarc.runs.reader import LedgerReader
 
@@ -48,7 +48,7 @@ HARMLESS_KEYS = (
 """Recipe keys (patterns) that may change between two starts: they alter names and safety nets, not what is computed."""
 
 
-_BEFORE_RECIPE = {"lock", "environment.json", ".environment.json.tmp", f".{RECIPE}.tmp"}
+_BEFORE_RECIPE = frozenset({"lock", "environment.json", ".environment.json.tmp", f".{RECIPE}.tmp"})
 """What a start that was killed before it wrote the recipe leaves behind."""
 
 
@@ -281,10 +281,9 @@ class RunDirectory:
             self._events = JsonLines(self.path / "events.jsonl")
         self._events.append({"time_s": self._clock(), "event": kind, **fields})
 
-    @property
-    def is_locked(self) -> bool:
-        """True while this object holds the run for writing."""
-        return self._lock is not None
+    def running_in(self) -> int | None:
+        """Return the process that runs here now; None where there is none, or Linux does not tell."""
+        return next(iter(lock_holders(self.path / "lock")), None)
 
     def close(self) -> None:
         """Release the lock; may be called twice."""

@@ -92,3 +92,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")
     return [orjson.loads(line) for line in lines[:-1] if line]
+
+
+def lock_holders(*paths: Path) -> list[int]:
+    """Return the processes that hold a write lock on one of these files, as far as Linux tells (else none)."""
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+        inodes = {str(path.stat().st_ino) for path in paths if path.exists()}
+    except OSError:
+        return []
+    pids = set()
+    for line in lines:
+        # The fields are: number, type, mode, access, pid, device:inode, start, end.
+        fields = line.split()
+        if len(fields) >= 6 and fields[3] == "WRITE" and fields[5].split(":")[-1] in inodes:
+            pids.add(int(fields[4]))
+    return sorted(pid for pid in pids if pid > 0)

@@ -13,14 +13,13 @@ open admissions (``cancel_open`` gives them another attempt) and buffered trajec
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from longarc.errors import ContractError, LedgerError
 from longarc.records.batch import Batch, StepReport
 from longarc.records.outcome import Disposition, Outcome
-from longarc.records.segment import Segment
 from longarc.records.trajectory import Admission, Trajectory
 from longarc.runs.codec import (
     batch_sha256,
@@ -33,6 +32,12 @@ from longarc.runs.codec import (
 from longarc.runs.database import Database
 from longarc.runs.reader import LedgerReader
 from longarc.runs.replay import load_admissions, load_trajectories
+from longarc.runs.rows import (
+    cancelled_trajectory,
+    check_disposition,
+    storable_text,
+    trajectory_columns,
+)
 
 _OPEN = "NOT EXISTS (SELECT 1 FROM trajectories x WHERE x.id = a.trajectory_id)"
 
@@ -144,7 +149,7 @@ class Ledger(LedgerReader):
         with self._database.transaction(durable=True):
             for admission in self.open_admissions(stage):
                 self._complete(
-                    _cancelled(admission, at_s=self._clock()),
+                    cancelled_trajectory(admission, at_s=self._clock()),
                     disposition=Disposition.CANCELLED,
                     reason="in flight when the run stopped",
                 )
@@ -222,34 +227,16 @@ class Ledger(LedgerReader):
         reason: str | None,
         body: bytes | None = None,
     ) -> None:
-        _check_disposition(trajectory.id, disposition, reason)
+        check_disposition(trajectory.id, disposition, reason)
         self._check_new(trajectory)
         body = trajectory_body(trajectory) if body is None else body
-        oldest, newest = _versions(trajectory.segments)
         sequence = self._database.insert(
             "trajectories",
-            id=trajectory.id,
-            stage=trajectory.stage,
-            group_id=trajectory.group_id,
-            task_id=trajectory.task_id,
-            family=trajectory.family,
-            outcome=trajectory.outcome,
-            reward=trajectory.reward,
-            num_turns=trajectory.num_turns,
-            num_segments=len(trajectory.segments),
-            num_tokens=sum(len(segment.token_ids) for segment in trajectory.segments),
-            num_sampled_tokens=trajectory.num_sampled_tokens,
-            num_trained_tokens=trajectory.num_trained_tokens,
-            oldest_version=oldest,
-            newest_version=newest,
-            difficulty=trajectory.difficulty,
-            started_at_s=trajectory.started_at_s,
-            duration_s=trajectory.duration_s,
-            error=_storable(trajectory.error),
+            **trajectory_columns(trajectory),
             completed_at_s=self._clock(),
             sha256=body_sha256(body),
             disposition=disposition,
-            disposition_reason=_storable(reason),
+            disposition_reason=storable_text(reason),
         )
         self._database.insert("payloads", sequence=sequence, payload=compress(body))
         self._database.execute("DELETE FROM turns WHERE session_id = ?", (trajectory.id,))
@@ -300,7 +287,7 @@ class Ledger(LedgerReader):
 
     def _dispose(self, dispositions: Mapping[str, tuple[Disposition, str | None]]) -> None:
         for trajectory_id, (disposition, reason) in dispositions.items():
-            _check_disposition(trajectory_id, disposition, reason)
+            check_disposition(trajectory_id, disposition, reason)
             self._set_disposition(trajectory_id, disposition, reason)
 
     def _set_disposition(
@@ -309,7 +296,7 @@ class Ledger(LedgerReader):
         changed = self._database.execute(
             "UPDATE trajectories SET disposition = ?, disposition_reason = ? "
             "WHERE id = ? AND disposition IS NULL",
-            (disposition, _storable(reason), trajectory_id),
+            (disposition, storable_text(reason), trajectory_id),
         )
         if not changed:
             row = self.row(trajectory_id)
@@ -434,56 +421,3 @@ class Ledger(LedgerReader):
             )
         if stored[1] != Disposition.TRAINED:
             self._set_disposition(trajectory.id, Disposition.TRAINED, None)
-
-
-def _check_disposition(
-    trajectory_id: str, disposition: Disposition | None, reason: str | None
-) -> None:
-    if disposition is Disposition.TRAINED:
-        raise LedgerError(
-            f"trajectory {trajectory_id!r} becomes trained only by the step that uses it: call commit_step"
-        )
-    if disposition is Disposition.FILTERED and not reason:
-        raise LedgerError(
-            f"trajectory {trajectory_id!r} is filtered, but by what? Give the reason."
-        )
-    if disposition is None and reason is not None:
-        raise LedgerError(
-            f"trajectory {trajectory_id!r} has a reason ({reason}) and no disposition"
-        )
-
-
-def _storable(text: str | None) -> str | None:
-    """Spell out lone surrogates, which SQLite's UTF-8 cannot hold; the payload keeps the original."""
-    return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _versions(segments: Iterable[Segment]) -> tuple[int | None, int | None]:
-    sampled = [
-        version
-        for segment in segments
-        for version, is_sampled in zip(segment.policy_versions, segment.is_sampled, strict=True)
-        if is_sampled
-    ]
-    return min(sampled, default=None), max(sampled, default=None)
-
-
-def _cancelled(admission: Admission, *, at_s: float) -> Trajectory:
-    return Trajectory(
-        id=admission.trajectory_id,
-        stage=admission.stage,
-        group_id=admission.group_id,
-        task_id=admission.task.id,
-        family=admission.task.family,
-        outcome=Outcome.CANCELLED_SHUTDOWN,
-        reward=None,
-        reward_parts={},
-        segments=(),
-        messages=admission.task.messages,
-        tools=admission.task.tools,
-        num_turns=0,
-        difficulty=admission.task.difficulty,
-        started_at_s=at_s,
-        duration_s=0.0,
-        error="in flight when the run stopped",
-    )

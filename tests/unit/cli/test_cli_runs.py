@@ -49,6 +49,22 @@ def test_runs_are_listed_with_how_far_they_are(run, capsys):
     assert capsys.readouterr().out == f"{run}: tiny, 1 of 2 stages done\n"
 
 
+def test_a_damaged_run_hides_no_other(run, tmp_path, capsys):
+    make_run(tmp_path / "runs" / "b", seed=2)
+    (run / "recipe.json").write_text("{")
+    assert main(["runs", "list", str(run.parent)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/runs/b: tiny, 1 of 2 stages done\n"
+    assert "recipe.json is damaged" in shown.err
+
+
+def test_a_run_in_progress_is_marked(run, capsys):
+    with RunDirectory.resume(run, recipe=RunDirectory.look(run).recipe(), seeds={}) as held:
+        main(["runs", "list", str(run)])
+        is_known = held.running_in() is not None
+    assert ("running as process" in capsys.readouterr().out) == is_known
+
+
 def test_a_directory_without_runs_says_so(tmp_path, capsys):
     assert main(["runs", "list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path}\n"

@@ -86,7 +86,10 @@ def test_a_clean_ledger_is_counted(path):
         ("DELETE FROM trajectories WHERE id = 'rl/0/0/0'", "cannot be rebuilt"),
         ("DELETE FROM payloads WHERE sequence = 1", "rl/0/0/0 has no payload"),
         ("UPDATE payloads SET payload = x'00' WHERE sequence = 1", "rl/0/0/0: a stored blob"),
-        ("UPDATE trajectories SET reward = 0.0 WHERE id = 'rl/0/0/0'", "rl/0/0/0: the row says"),
+        (
+            "UPDATE trajectories SET reward = 0.0 WHERE id = 'rl/0/0/0'",
+            "rl/0/0/0: reward is 0.0 in the row and 1.0 in the payload",
+        ),
         (
             "UPDATE trajectories SET newest_version = 7 WHERE id = 'rl/0/0/0'",
             "which version 7 sampled",

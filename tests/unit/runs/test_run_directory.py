@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -101,8 +102,10 @@ def test_a_run_can_be_looked_at_while_it_goes_but_not_written(tmp_path):
     with create(tmp_path / "run"):
         look = RunDirectory.look(tmp_path / "run")
         assert look.recipe() == RECIPE
+        assert look.running_in() in (os.getpid(), None)
         with pytest.raises(ContractError, match="for reading only"):
             look.open_ledger()
+    assert look.running_in() is None
 
 
 def test_a_failed_start_releases_the_lock(tmp_path):
