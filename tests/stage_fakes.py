@@ -16,7 +16,7 @@ from longarc.orchestrator.stage import StageResult, StageSpec, Workers
 from longarc.records.batch import Batch, StepReport
 from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.outcome import Outcome
-from longarc.records.ports import AssistantTurn, PolicyClient
+from longarc.records.ports import AssistantTurn, PolicyClient, Progress
 from longarc.records.sampling import EngineHealth, Sampling, WeightSource
 from longarc.records.segment import NOT_SAMPLED, Segment
 from longarc.records.task import Task
@@ -295,6 +295,7 @@ class Stage:
     push_s: float = 0.0
     step_s: float = 1.0
     turn_s: float = 0.0
+    progress: Progress | None = None
     open_ledger: Callable[[Path], Ledger] = Ledger.open
 
     def __post_init__(self) -> None:
@@ -330,6 +331,7 @@ class Stage:
                     sandboxes=FakeSandboxes(),
                     ledger=ledger,
                     sinks=[self.sink],
+                    progress=self.progress,
                 ),
                 policy_version=self.trainer.version,
                 on_step=on_step,

@@ -11,6 +11,8 @@ from longarc.orchestrator.rollout import Recall
 from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
 
+_NO_TOKEN = -1
+
 
 @dataclass(slots=True)
 class Member:
@@ -26,13 +28,17 @@ class Member:
     """Set once the attempt has ended and counts for the group."""
     was_stale: bool = False
     """True where an earlier attempt was cancelled as stale; that happens once."""
+    _oldest_sampled: int | None = field(default=None, init=False, repr=False)
 
     @property
     def oldest_version(self) -> int | None:
         """Oldest weights [optimizer steps] that sampled, or may have sampled, one of its tokens."""
         if self.trajectory is None:
             return self.started_version
-        return min(sampled_versions(self.trajectory), default=None)
+        if self._oldest_sampled is None:
+            # Asked at every change of any group, and a long trajectory has a million tokens.
+            self._oldest_sampled = min(sampled_versions(self.trajectory), default=_NO_TOKEN)
+        return None if self._oldest_sampled == _NO_TOKEN else self._oldest_sampled
 
     def retry_stale(self, *, policy_version: int, run_seed: int) -> Admission:
         """Return the admission of the attempt that follows a stale one, and take it for this place's."""

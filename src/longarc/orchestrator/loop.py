@@ -26,7 +26,7 @@ from longarc.errors import ContractError
 from longarc.orchestrator.groups import Fate, Settled
 from longarc.orchestrator.inflight import choose
 from longarc.orchestrator.metrics import Tally
-from longarc.orchestrator.recovery import recover
+from longarc.orchestrator.recovery import close_stage, recover
 from longarc.orchestrator.reporter import Reporter
 from longarc.orchestrator.rollout import Clock
 from longarc.orchestrator.sampler import Sampler
@@ -65,6 +65,10 @@ async def run_stage(
         ContractError: the trainer's weights are not those the ledger's last step left.
         StalledError: nothing moves, or nothing that is sampled can be trained.
     """
+    recorded = workers.ledger.steps(spec.stage)
+    if len(recorded) >= config.num_steps:
+        close_stage(workers.ledger, spec.stage)
+        return StageResult(num_steps=len(recorded), policy_version=policy_version, is_complete=True)
     recovered = recover(
         workers.ledger, spec.stage, policy_version=policy_version, run_seed=spec.run_seed
     )
@@ -103,21 +107,20 @@ class _Loop:
 
     async def run(self, *, on_step: OnStep | None, stop: asyncio.Event | None) -> None:
         """Run the stage's tasks; the first error of any of them ends all."""
-        if not self.is_over:
-            async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._watch(), name="watchdog")]
-                if stop is not None:
-                    background.append(tasks.create_task(self._listen(stop), name="stop"))
-                await self._push()
-                await self._reporter.start()
-                self._sampler.continue_recovered(tasks)
-                background.append(tasks.create_task(self._sampler.admit(tasks), name="admit"))
-                await self._train(on_step)
-                for task in background:
-                    task.cancel()
-                self._sampler.recall_all()
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._watch(), name="watchdog")]
+            if stop is not None:
+                background.append(tasks.create_task(self._listen(stop), name="stop"))
+            await self._push()
+            await self._reporter.start()
+            self._sampler.continue_recovered(tasks)
+            background.append(tasks.create_task(self._sampler.admit(tasks), name="admit"))
+            await self._train(on_step)
+            for task in background:
+                task.cancel()
+            self._sampler.recall_all()
         if self.is_over:
-            self._sampler.close_stage()
+            close_stage(self._workers.ledger, self._spec.stage)
 
     async def _listen(self, stop: asyncio.Event) -> None:
         await stop.wait()

@@ -78,6 +78,16 @@ def recover(ledger: Ledger, stage: str, *, policy_version: int, run_seed: int) -
     )
 
 
+def close_stage(ledger: Ledger, stage: str) -> None:
+    """Give what a finished stage leaves behind its fate: it was sampled for steps that do not come.
+
+    There is something only where a stage became shorter, or allowed less lag, while it was resumed.
+    """
+    ledger.cancel_open(stage)
+    fate = (Disposition.CANCELLED, "the stage was over")
+    ledger.dispose({trajectory.id: fate for trajectory in ledger.pending(stage)})
+
+
 def _places(
     ledger: Ledger, stage: str, undecided: set[str]
 ) -> Mapping[int, Mapping[int, Admission]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.errors import ConfigError, StalledError
-from longarc.orchestrator.groups import Fate, settle
+from longarc.orchestrator.groups import settle
 from longarc.orchestrator.inflight import InflightGroup, Member, new_admissions
 from longarc.orchestrator.lag import inflight_capacity
 from longarc.orchestrator.metrics import Tally
@@ -220,13 +220,6 @@ class Sampler:
         for index in indices:
             del self.groups[index]
         self.bell.ring()
-
-    def close_stage(self) -> None:
-        """Give what a finished stage leaves behind its fate: it was sampled for steps that do not come."""
-        ledger, stage = self._workers.ledger, self._spec.stage
-        ledger.cancel_open(stage)
-        fate: Fate = (Disposition.CANCELLED, "the stage was over")
-        ledger.dispose({trajectory.id: fate for trajectory in ledger.pending(stage)})
 
     def describe(self) -> str:
         """Say what is in flight, for the message of a stall."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from longarc.errors import ConfigError, ContractError, StalledError
+from longarc.errors import ConfigError, ContractError, EngineError, StalledError
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.recovery import recover
 from longarc.records.outcome import Disposition, Outcome
@@ -422,3 +422,41 @@ def test_each_step_is_reported_to_the_sinks(path):
     assert second["throughput/rollouts_per_s"] == pytest.approx(1.0)
     assert second["throughput/sampled_tokens_per_s"] == pytest.approx(16 / 4)
     assert "excluded/zero_variance" not in second
+
+
+def test_progress_is_told_and_an_engine_that_does_not_answer_costs_only_its_metrics(path):
+    class Told:
+        def __init__(self):
+            self.steps = []
+
+        def update(self, *, stage, step, num_steps, metrics):
+            self.steps.append((stage, step, num_steps))
+
+    stage = Stage(path, loop_config(num_steps=2))
+    stage.progress = Told()
+
+    async def health():
+        raise EngineError("no answer")
+
+    stage.engine.health = health
+    assert run_virtual(stage.run()).is_complete
+    assert stage.progress.steps == [(STAGE, 0, 2), (STAGE, 1, 2)]
+    assert "throughput/sampled_tokens_per_s" not in stage.sink.values[-1]
+
+
+def test_a_stage_that_is_continued_after_its_end_does_not_train_half_of_a_group(path):
+    def how(task_index: int, rollout: int) -> Play:
+        slow = task_index == 1 and rollout == 1
+        return Play(seconds=100.0 if slow else 1.0, reward=float(rollout % 2))
+
+    first = Stage(
+        path, loop_config(num_steps=9, groups_per_step=1, max_lag_steps=1), FakeFamily(how=how)
+    )
+    stopping_after(first, 5.0)
+    # The shorter stage is over at once: one member of group 1 is cancelled, finished or not.
+    run_virtual(Stage(path, loop_config(num_steps=1, groups_per_step=1)).run())
+    last = Stage(path, loop_config(num_steps=3, groups_per_step=1))
+    assert run_virtual(last.run()).is_complete
+    trained = [g for batch in last.trainer.batches for g in batch.groups]
+    assert all(sum(group.multiplicities) == 2 for group in trained)
+    assert counts(path, "outcome")[Outcome.CANCELLED_SHUTDOWN] >= 1
