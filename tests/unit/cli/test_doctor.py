@@ -30,6 +30,7 @@ def test_every_check_answers_on_this_machine():
     assert len({check.name for check in found}) == len(found)
     assert all(check.fix for check in found if check.status != "ok")
     assert all(check.detail for check in found)
+    assert [check.status for check in found if check.name == "python"] == ["ok"]
     assert doctor.SUMMARY
 
 
@@ -78,3 +79,16 @@ def test_no_compiler_is_a_warning(monkeypatch):
     assert checks.check_compiler().status == "warn"
     monkeypatch.setenv("CXX", "/nowhere/g++")
     assert "does not run" in checks.check_compiler().detail
+
+
+def test_kernels_are_ok_only_where_they_load(monkeypatch, tmp_path):
+    from longarc.models.kernels import build
+
+    library = tmp_path / "kernels.so"
+    monkeypatch.setattr(build, "library_path", lambda: library)
+    monkeypatch.delenv("LONGARC_NATIVE", raising=False)
+    assert "longarc.models.kernels.build" in checks.check_kernels().fix
+    library.write_bytes(b"not a library")
+    assert "does not load" in checks.check_kernels().detail
+    monkeypatch.setenv("LONGARC_NATIVE", "0")
+    assert "turned off" in checks.check_kernels().detail
