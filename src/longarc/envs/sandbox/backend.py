@@ -27,7 +27,7 @@ from longarc.envs.sandbox.spawn import Spawned, spawn
 from longarc.errors import ConfigError, LongArcError, SandboxError
 from longarc.records.ports import SandboxSpec
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 NUM_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 16 << 20
 PAGE_BYTES = 4096

@@ -24,9 +24,9 @@ from longarc.envs.sandbox.wire import U32, pack, unpack
 from longarc.errors import SandboxError
 from longarc.records.ports import ExecResult
 
-REPLY_GRACE_S = 10.0
+REPLY_GRACE_S = 30.0
 """Time beyond a command's own deadline after which a silent exec server counts as dead [seconds]."""
-CLOSE_GRACE_S = 2.0
+CLOSE_GRACE_S = 10.0
 """Time a box has to end before its bwrap is killed [seconds]."""
 MAX_TRANSFER_BYTES = 16 << 20
 """Largest file read or written, and largest standard input."""
