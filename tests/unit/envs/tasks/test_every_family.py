@@ -1,5 +1,6 @@
 """What all families promise: determinism, disjoint splits, experts that win, strict graders."""
 
+import hashlib
 from itertools import islice
 
 import pytest
@@ -122,3 +123,23 @@ def test_an_unknown_split_is_refused(kind, split):
 def test_a_negative_cursor_is_refused(kind):
     with pytest.raises(ConfigError, match="negative"):
         next(kind().tasks("train", cursor=-1))
+
+
+@pytest.mark.parametrize(
+    ("family", "fingerprint"),
+    [
+        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "112cd83bcb88e391"),
+        (Format(num_words=(3, 5)), "b87d15205e1f64fd"),
+        (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "da58f22117dd6de8"),
+    ],
+    ids=["files", "format", "recall"],
+)
+def test_tasks_are_the_same_on_every_machine_and_in_every_release(family, fingerprint):
+    """A change here makes results of earlier runs incomparable: it belongs into the change log."""
+    shown = [
+        str((task.messages, task.data))
+        for split in ("train", "test")
+        for task in islice(family.tasks(split, cursor=0), 20)
+    ]
+    shown += [str(family.demonstration(index, error_frac=0.5)) for index in range(20)]
+    assert hashlib.sha256("\n".join(shown).encode()).hexdigest()[:16] == fingerprint
