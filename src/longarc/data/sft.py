@@ -72,6 +72,7 @@ def conversation_document(
         conversation.messages,
         conversation.tools,
         thinking=conversation.thinking,
+        clear_thinking=False,  # as in a rollout, where every turn extends the one before
         add_generation_prompt=False,
         untrained=conversation.untrained,
     )

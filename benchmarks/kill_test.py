@@ -1,0 +1,131 @@
+"""Kills a run at random moments and proves that nothing is lost, doubled or changed.
+
+``kill -9`` hits the whole process group of ``longarc run recipes/smoke.toml`` at random moments over all
+stages, 20 times by default; each time the run is resumed with ``--resume`` and killed again, until it is
+through. Then the ledger is audited, and the weights after pretrain, midtrain, dsa and sft are compared bit
+for bit with those of a run that was never killed.
+
+Usage: python benchmarks/kill_test.py [--kills 20] [--seed 0] [--recipe recipes/smoke.toml]
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from longarc.cli.main import main as longarc
+from longarc.runs.checkpoint import file_sha256
+from longarc.runs.directory import RunDirectory
+
+SUPERVISED = ("pretrain", "midtrain", "dsa", "sft")
+
+
+def start(recipe: Path, run_dir: Path) -> "subprocess.Popen[bytes]":
+    """Start or resume the run in a process group of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "longarc.cli.main",
+        "run",
+        str(recipe),
+        "--run-dir",
+        str(run_dir),
+    ]
+    if (run_dir / "recipe.json").exists():
+        command.append("--resume")
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def finish(process: "subprocess.Popen[bytes]", what: str) -> None:
+    """Wait for a run to end well."""
+    _, errors = process.communicate()
+    if process.returncode != 0:
+        sys.exit(f"{what} failed with {process.returncode}:\n{errors.decode(errors='replace')}")
+
+
+def weights(run_dir: Path) -> dict[str, str]:
+    """Digest the final weights of the supervised stages."""
+    run = RunDirectory.look(run_dir)
+    digests = {}
+    for stage in SUPERVISED:
+        final = run.stage(stage).final()
+        if final is not None:
+            digests[stage] = file_sha256(final / "model.safetensors")
+    return digests
+
+
+def stage_of(run_dir: Path) -> str:
+    """Say how far a run is: its newest stage directory."""
+    stages = [
+        p.name for p in sorted((run_dir / "stages").glob("*"), key=lambda p: p.stat().st_mtime)
+    ]
+    return stages[-1] if stages else "start"
+
+
+def killed_run(recipe: Path, run_dir: Path, *, num_kills: int, span_s: float, seed: int) -> int:
+    """Run with kills spread over the run's length; return how many hit."""
+    rng = random.Random(f"kills/{seed}")
+    hits = 0
+    while hits < num_kills:
+        process = start(recipe, run_dir)
+        try:
+            process.wait(timeout=rng.uniform(0.3, 2.2) * span_s / num_kills + 2.0)
+        except subprocess.TimeoutExpired:
+            where = stage_of(run_dir)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            hits += 1
+            print(f"  kill {hits:>2} in {where}", flush=True)
+            continue
+        finish(process, "the run between two kills")
+        print(f"  the run was through after {hits} kills")
+        return hits
+    finish(start(recipe, run_dir), "the last resume")
+    return hits
+
+
+def main() -> int:
+    """Run both and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/smoke.toml"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="longarc-kill-") as scratch:
+        whole, killed = Path(scratch) / "whole", Path(scratch) / "killed"
+        started_s = time.monotonic()
+        finish(start(arguments.recipe, whole), "the uninterrupted run")
+        span_s = time.monotonic() - started_s
+        print(f"uninterrupted: {span_s:.0f} s")
+        hits = killed_run(
+            arguments.recipe, killed, num_kills=arguments.kills, span_s=span_s, seed=arguments.seed
+        )
+        is_clean = longarc(["runs", "audit", str(killed)]) == 0
+        same = {
+            stage: digest == weights(killed).get(stage) for stage, digest in weights(whole).items()
+        }
+    rows = [
+        ("kills", str(hits), "-", "-", f"= {arguments.kills}", hits == arguments.kills),
+        ("audit clean", str(is_clean), "-", "-", "True", is_clean),
+        *(
+            (f"weights after {s}", "identical" if ok else "differ", "-", "-", "identical", ok)
+            for s, ok in same.items()
+        ),
+    ]
+    print(f"{'figure':<24}{'value':>12}{'peer':>8}{'ratio':>8}{'bar':>12}")
+    for name, value, peer, ratio, bar, _ in rows:
+        print(f"{name:<24}{value:>12}{peer:>8}{ratio:>8}{bar:>12}")
+    held = sum(row[-1] for row in rows)
+    print(f"bars: {held} of {len(rows)} hold")
+    return 0 if held == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
