@@ -27,6 +27,7 @@ def select_keys(scores_QK: Float[Tensor, "Q K"], *, num_selected: int) -> Int[Te
 
     Source: GLM-5, arXiv:2602.15763, section 3.2 (deterministic selection); the tie rule is ours.
     """
+    scores_QK = scores_QK.detach()
     if scores_QK.shape[1] <= num_selected:
         return _positions(scores_QK > float("-inf"), num_selected)
     threshold_Q1 = _nth_best(scores_QK, num_selected)

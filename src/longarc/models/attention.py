@@ -50,7 +50,7 @@ class _SparseAttention(torch.autograd.Function):
         output = query.new_empty(*query.shape[:2], value_width)
         probability_sum = query.new_empty(rows.shape)
         for block in _blocks(query, rows):
-            keys_QSd = F.embedding(rows[block].clamp_min(0), table)
+            keys_QSd = F.embedding(_safe(rows[block]), table)
             probability_QnS = _probabilities(query[block], keys_QSd, rows[block], scale)
             output[block] = probability_QnS @ keys_QSd[..., :value_width]
             probability_sum[block] = probability_QnS.sum(dim=1)
@@ -66,12 +66,12 @@ class _SparseAttention(torch.autograd.Function):
         grad_query = torch.empty_like(query)
         grad_table = torch.zeros_like(table)
         for block in _blocks(query, rows):
-            safe_QS = rows[block].clamp_min(0)
+            safe_QS = _safe(rows[block])
             query_Qnd, grad_Qnv = query[block], grad[block]
             keys_QSd = F.embedding(safe_QS, table)
             p_QnS = _probabilities(query_Qnd, keys_QSd, rows[block], scale)
             grad_p_QnS = grad_Qnv @ keys_QSd[..., :v].mT
-            # A padded key has p = 0, hence no gradient, and adding it to row 0 changes nothing.
+            # A padded key has p = 0, hence no gradient, and adding it to some row changes nothing.
             grad_score_QnS = torch.ops.aten._softmax_backward_data(
                 grad_p_QnS, p_QnS, -1, p_QnS.dtype
             ).mul_(scale)
@@ -87,6 +87,11 @@ class _SparseAttention(torch.autograd.Function):
 def _blocks(query: Tensor, rows: Tensor) -> list[slice]:
     size = max(1, GATHERED_FLOATS // (rows.shape[1] * query.shape[2]))
     return [slice(start, start + size) for start in range(0, len(query), size)]
+
+
+def _safe(rows_QS: Tensor) -> Tensor:
+    """Let padding read the query's first key: another sequence's row may be NaN, and 0 * NaN is NaN."""
+    return torch.where(rows_QS < 0, rows_QS[:, :1].clamp_min(0), rows_QS)
 
 
 def _probabilities(query: Tensor, keys: Tensor, rows: Tensor, scale: float) -> Tensor:
@@ -159,10 +164,15 @@ def _dense_singles(
     window = (len(singles.num_keys), singles.max_keys)
     key_BPgd = singles.key_window(key.flatten(1)).view(*window, *key.shape[1:])
     value_BPgd = singles.key_window(value.flatten(1)).view(*window, *value.shape[1:])
-    hidden_B1P = singles.hidden_keys()[:, None]
+    hidden_BP = singles.hidden_keys()
     outputs = []
     for head, query_Bmd in enumerate(heads_of_key):
         score_BmP = query_Bmd @ key_BPgd[:, :, head].mT * scale
-        probability_BmP = score_BmP.masked_fill_(hidden_B1P, float("-inf")).softmax(-1)
-        outputs.append(probability_BmP @ value_BPgd[:, :, head])
+        probability_BmP = score_BmP.masked_fill_(hidden_BP[:, None], float("-inf")).softmax(-1)
+        value_BPd = value_BPgd[:, :, head]
+        output_Bmd = probability_BmP @ value_BPd
+        if not bool(output_Bmd.isfinite().all()):
+            # A row behind the end may hold NaN of an earlier sequence, and 0 * NaN is NaN.
+            output_Bmd = probability_BmP @ value_BPd.masked_fill(hidden_BP[..., None], 0.0)
+        outputs.append(output_Bmd)
     return torch.cat(outputs, dim=1)

@@ -91,6 +91,23 @@ def test_rows_behind_the_end_do_not_matter(decoder, make_ids):
     assert torch.equal(decoder.extend(ids[39:], [1], [39], [1], dirty), alone)
 
 
+def test_a_broken_sequence_leaves_nothing_in_its_slot(decoder, make_ids):
+    """After one engine fault the slot is as good as new, and other slots never noticed."""
+    ids, broken = make_ids(40).clamp_max(62), torch.full((64,), 63)
+    clean, dirty = decoder.new_cache(2, 64), decoder.new_cache(2, 64)
+    decoder.model.embed_tokens.weight.data[63] = float("nan")
+    assert decoder.extend(broken, [0], [0], [64], dirty).isnan().all()
+    outputs = []
+    for cache in (clean, dirty):
+        for slot in (1, 0):
+            prompt = decoder.extend(ids[:20], [slot], [0], [20], cache)
+            rest = [decoder.extend(ids[t : t + 1], [slot], [t], [1], cache) for t in range(20, 40)]
+            outputs.append(torch.cat([prompt, *rest]))
+    assert outputs[0].isfinite().all()
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("slots", "starts", "counts", "message"),
     [

@@ -55,6 +55,19 @@ def test_a_sparse_document_is_bitwise_the_same_in_any_company(glm, make_ids):
     assert torch.equal(packed[33:], alone)
 
 
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+def test_a_broken_document_does_not_touch_its_neighbours(decoder, make_ids, attention):
+    """NaN times a probability of zero is NaN, so this fails where a mask is a product."""
+    decoder.model.embed_tokens.weight.data[63] = float("nan")
+    document = make_ids(40).clamp_max(62)
+    alone = decoder(document, Layout.documents([40]), attention=attention).hidden
+    ids = torch.cat([torch.full((20,), 63), document, torch.full((9,), 63)])
+    packed = decoder(ids, Layout.documents([20, 40, 9]), attention=attention).hidden
+    assert alone.isfinite().all()
+    torch.testing.assert_close(packed[20:60], alone, rtol=0, atol=1e-5)
+    assert packed[:20].isnan().all()
+
+
 def test_no_token_sees_the_future(decoder, make_ids):
     ids = make_ids(50)
     changed = ids.clone()
