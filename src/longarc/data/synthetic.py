@@ -80,7 +80,7 @@ def _path(rng: random.Random) -> str:
 
 
 def _sentence(rng: random.Random) -> str:
-    verbs = ("reads", "writes", "holds", "opens", "returns", "follows", "needs", "keeps")
+    verbs = ("returns", "calls", "has", "contains")
     return f"the {rng.choice(WORDS)} {rng.choice(verbs)} the {rng.choice(WORDS)}"
 
 

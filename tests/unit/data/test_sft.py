@@ -22,7 +22,9 @@ EXPERTS = {
 class SpellingFormat:
     """One id per character; assistant text is trained unless it is marked."""
 
-    def render(self, messages, tools=(), *, thinking, add_generation_prompt, untrained=()):
+    def render(
+        self, messages, tools=(), *, thinking, clear_thinking, add_generation_prompt, untrained=()
+    ):
         ids, mask = [], []
         for position, message in enumerate(messages):
             ids += map(ord, message.content)
