@@ -27,6 +27,8 @@ from longarc.tokens.words import WORDS
 
 _VERBS: Final = ("returns", "calls", "has", "contains")
 _ENDS: Final = ("in order", "by default", "on error", "when called", "as given", "after that")
+_TOKENS_PER_LINE: Final = 12
+"""So many tokens of haystack for each pair at least, of which a pair takes about five."""
 
 
 class RecallSettings(FamilySettings):
@@ -37,7 +39,7 @@ class RecallSettings(FamilySettings):
     expert_tokens: Range = (512, 2048)
     """Length of a demonstration's haystack [tokens]."""
     num_pairs: Range = (16, 48)
-    """Lines that are key=value; the others are text that uses the same words."""
+    """Lines that are key=value, fewer where the haystack is short; the others are text of the same words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,8 @@ class Recall:
         self, needle: tuple[str, str], rng: random.Random, bounds: tuple[int, int]
     ) -> Haystack:
         wanted = rng.randint(*bounds)
-        others = rng.sample(
-            [word for word in WORDS if word != needle[0]], rng.randint(*self.settings.num_pairs)
-        )
+        num_others = min(rng.randint(*self.settings.num_pairs), wanted // _TOKENS_PER_LINE)
+        others = rng.sample([word for word in WORDS if word != needle[0]], num_others)
         lines = [f"{needle[0]}={needle[1]}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
         num_tokens = sum(self._count_tokens(line + "\n") for line in lines)
         while True:

@@ -72,3 +72,9 @@ def test_a_misspelt_setting_names_the_nearest_one():
 def test_more_keys_than_there_are_words_are_refused():
     with pytest.raises(ConfigError, match="other keys"):
         Recall(num_pairs=(1, 500))
+
+
+def test_a_short_haystack_holds_fewer_pairs_rather_than_growing_longer():
+    family = Recall(task_tokens=(60, 80), num_pairs=(40, 48))
+    for task in islice(family.tasks("train", cursor=0), 40):
+        assert task.difficulty <= 80
