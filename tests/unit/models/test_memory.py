@@ -1,0 +1,33 @@
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longarc.models import attention, indexer
+from longarc.models.build import build_model
+from longarc.models.layout import Layout, Span
+from model_cases import small_glm
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor holds that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_sparse_training_never_holds_a_number_per_query_and_key(monkeypatch):
+    monkeypatch.setattr(attention, "GATHERED_FLOATS", 1 << 12)
+    monkeypatch.setattr(indexer, "SCORED_FLOATS", 1 << 12)
+    model = build_model(small_glm(max_position_embeddings=1024), seed=0)
+    ids = torch.randint(0, 64, (900,), generator=torch.Generator().manual_seed(0))
+    layout = Layout((Span(500), Span(200, 0), Span(200, 0)))
+
+    with LargestTensor() as largest:
+        output = model(ids, layout, attention="sparse", indexer_loss="sparse")
+        (output.hidden.sum() + output.indexer_loss_sum).backward()
+
+    assert 900 * 48 <= largest.numel < 900 * 700 // 4
