@@ -25,7 +25,7 @@ from longarc.models.cache import SlotCache
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native_for
-from longarc.models.layers import RMSNorm, Rotation, pad_rows, padded_rows
+from longarc.models.layers import RMSNorm, Rotation, check_ids, pad_rows, padded_rows
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
 
@@ -152,14 +152,15 @@ class Decoder(nn.Module):
                 attention, ``sparse`` against attention over the selected keys.
 
         Raises:
-            ContractError: ids and layout disagree, a sequence is too long for the model, or attention
-                and indexer loss do not go together.
+            ContractError: ids and layout disagree, an id is not in the vocabulary, a sequence is too
+                long for the model, or attention and indexer loss do not go together.
         """
         num_tokens = len(token_ids)
         if num_tokens != layout.num_tokens:
             raise ContractError(
                 f"{num_tokens} token ids do not fit a layout of {layout.num_tokens} tokens"
             )
+        check_ids(token_ids, self.config.vocab_size)
         if indexer_loss != "none" and (indexer_loss == "warmup") != (attention == "dense"):
             raise ContractError(
                 f"indexer_loss={indexer_loss!r} does not go with attention={attention!r}: the warm-up "
@@ -210,13 +211,15 @@ class Decoder(nn.Module):
             attention: as in ``forward``.
 
         Raises:
-            ContractError: the numbers disagree, or do not fit the cache.
+            ContractError: the numbers disagree or do not fit the cache, or an id is not in the
+                vocabulary.
         """
         num_tokens = len(token_ids)
         if sum(counts) != num_tokens:
             raise ContractError(
                 f"{num_tokens} token ids do not fit counts that sum to {sum(counts)}"
             )
+        check_ids(token_ids, self.config.vocab_size)
         cache.check(list(slots), list(starts), list(counts))
         if isinstance(cache, NativeDecoder):
             return cache.hidden(token_ids, slots, starts, counts, is_sparse=attention == "sparse")

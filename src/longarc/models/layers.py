@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from longarc.errors import ContractError
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
 
@@ -31,6 +32,23 @@ def pad_rows(rows: Shaped[Tensor, "rows ..."], num_rows: int) -> Shaped[Tensor, 
     if missing == 0:
         return rows
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+
+
+def check_ids(token_ids: Int[Tensor, " tokens"], vocab_size: int) -> None:
+    """Refuse ids that index no row; the native kernels would read past the end.
+
+    Raises:
+        ContractError: there are no ids, or one is outside the vocabulary.
+    """
+    if len(token_ids) == 0:
+        raise ContractError("there are no token ids; a pass needs at least one")
+    low, high = (int(end) for end in token_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ContractError(
+            f"token id {wrong} is outside the model's vocabulary 0..{vocab_size - 1}; use the tokenizer "
+            f"that belongs to this model"
+        )
 
 
 class Linear(nn.Linear):

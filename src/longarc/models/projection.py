@@ -9,7 +9,7 @@ from torch import Tensor
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels import vocabulary as native_vocabulary
 from longarc.models.kernels.native import native_for
-from longarc.models.layers import pad_rows, padded_rows
+from longarc.models.layers import check_ids, pad_rows, padded_rows
 
 
 def project_logits(
@@ -46,7 +46,12 @@ def token_logprobs(
 
     Returns:
         log-probabilities [nats], and entropies without gradient or None.
+
+    Raises:
+        ContractError: a target is outside the vocabulary.
     """
+    if len(targets):
+        check_ids(targets, weight.shape[0])
     if native_for(hidden, weight):
         logprobs, entropy = native_vocabulary.token_logprobs(
             hidden, weight, targets, temperature=temperature, with_entropy=with_entropy

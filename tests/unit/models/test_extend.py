@@ -125,6 +125,22 @@ def test_tokens_that_do_not_fit_the_cache_are_refused(
         llama.extend(make_ids(4), slots, starts, counts, llama.new_cache(2, 16))
 
 
+@pytest.mark.parametrize("wrong", [64, -1])
+def test_an_id_outside_the_vocabulary_is_refused_everywhere(decoder, wrong):
+    ids = torch.tensor([3, wrong])
+    with pytest.raises(ContractError, match=f"token id {wrong} .* 0..63"):
+        decoder(ids, Layout.documents([2]))
+    with pytest.raises(ContractError, match=f"token id {wrong} "):
+        decoder.extend(ids, [0], [0], [2], decoder.new_cache(1, 8))
+    with pytest.raises(ContractError, match=f"token id {wrong} "):
+        token_logprobs(torch.zeros(2, 32), decoder.output_weight, ids)
+
+
+def test_extending_by_nothing_is_refused(decoder):
+    with pytest.raises(ContractError, match="no token ids"):
+        decoder.extend(torch.tensor([], dtype=torch.long), [], [], [], decoder.new_cache(1, 8))
+
+
 def test_a_cache_longer_than_the_context_is_refused(decoder):
     with pytest.raises(ContractError, match="max_position_embeddings=256"):
         decoder.new_cache(1, 257)
