@@ -49,6 +49,14 @@ def test_short_common_beginnings_are_not_split_off():
     assert batch.layout.spans == (Span(4), Span(4), Span(4))
 
 
+def test_a_common_beginning_that_is_too_short_to_share_still_counts_against_the_budget():
+    middle = tuple(range(10))  # shared by the first and the third, but too short for a span
+    sequences = [answer(*middle, 50), answer(60, 61), answer(*middle, 70)]
+    for budget in range(30, 60):
+        for batch in pack_shared(sequences, micro_batch_tokens=budget):
+            assert batch.layout.num_tokens <= budget
+
+
 def test_documents_fill_micro_batches_longest_first():
     documents = [Document(token_ids=range(n + 1)) for n in (30, 70, 40, 60)]
     batches = pack_documents(documents, micro_batch_tokens=100)

@@ -57,6 +57,11 @@ def assert_same_weights(left, right, *, atol=1e-9):
         torch.testing.assert_close(right[name], value, rtol=0, atol=atol, msg=name)
 
 
+def grad_norm(model):
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(grads).norm().item()
+
+
 def score(model, token_ids, *, temperature=1.0):
     """Log-probabilities of tokens 1.. of one sequence that stands alone."""
     ids = torch.tensor(token_ids)
@@ -97,7 +102,7 @@ def test_a_step_with_shared_prompts_is_the_policy_gradient_of_each_sequence_alon
     trainer = make_trainer(tmp_path, dtype=torch.float64, optimizer=ADAMW)
     reference = tiny_model(dtype=torch.float64)
     batch = on_policy(random_batch(), reference)
-    trainer.take_step(batch)
+    report = trainer.take_step(batch)
 
     total, num_tokens = 0.0, 0
     for group in batch.groups:
@@ -110,6 +115,8 @@ def test_a_step_with_shared_prompts_is_the_policy_gradient_of_each_sequence_alon
     (total / num_tokens).backward()
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_("indexer" not in name)
+    # AdamW's first step forgives a wrong divisor; the norm does not.
+    assert combine(report.metrics)["grad/norm"] == pytest.approx(grad_norm(reference), abs=1e-9)
     MuonAdamW(reference, TINY, ADAMW).step(1e-2)
     assert_same_weights(reference.state_dict(), weights(trainer))
 
@@ -125,8 +132,8 @@ def test_micro_batches_do_not_change_the_result(tmp_path, reduction):
             reduction=reduction,
             optimizer=ADAMW,
         )
-        trainer.take_step(random_batch())
-        results.append(weights(trainer))
+        norm = combine(trainer.take_step(random_batch()).metrics)["grad/norm"]
+        results.append(weights(trainer) | {"norm": torch.tensor(norm)})
     assert_same_weights(results[0], results[1])
     assert_same_weights(results[0], results[2])
 
@@ -250,6 +257,8 @@ def test_the_indexer_is_frozen_and_the_rest_moves(tmp_path):
     moved = {n for n, v in weights(trainer).items() if not torch.equal(v, before[n])}
     assert not any("indexer" in name or "bias" in name for name in moved)
     assert any("experts" in name for name in moved)
+    named = trainer.model.named_parameters()
+    assert not any(p.requires_grad for name, p in named if "indexer" in name)
 
 
 def test_router_balancing_is_off_unless_asked_for(tmp_path):

@@ -1,5 +1,6 @@
 """The supervised step: what each mode trains, and what cannot change the result."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,8 @@ from trainer_fixtures import TINY_LLAMA, tiny_model
 
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError
+from longarc.models.layout import Layout
+from longarc.models.projection import token_logprobs
 from longarc.records.metric import combine
 from longarc.trainer.packing import Document
 from longarc.trainer.supervised import SupervisedSettings, SupervisedTrainer
@@ -76,11 +79,41 @@ def test_micro_batches_do_not_change_the_result(changes):
             optimizer=optimizer,
             **changes,
         )
-        trainer.step(documents())
-        results.append(weights(trainer))
+        norm = combine(trainer.step(documents()).metrics)["grad/norm"]
+        results.append(weights(trainer) | {"norm": torch.tensor(norm)})
     for other in results[1:]:
         for name, value in results[0].items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def norm_of_mean(loss_sum, count, model):
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss_sum / count, parameters, allow_unused=True)
+    return torch.cat([g.flatten() for g in grads if g is not None]).norm().item()
+
+
+def test_each_loss_is_divided_by_its_own_count():
+    ids = list(range(20))
+    model = tiny_model(dtype=torch.float64)
+    packed = torch.tensor(ids[:-1]), Layout.documents([19])
+    dense = model(*packed, attention="dense", indexer_loss="warmup")
+    logprobs, _ = token_logprobs(dense.hidden[9:], model.output_weight, torch.tensor(ids[10:]))
+    lm = norm_of_mean(-logprobs.sum(), 10, model)
+    warmup = model(*packed, attention="dense", indexer_loss="warmup")
+    kl = norm_of_mean(warmup.indexer_loss_sum, warmup.num_indexer_terms, model)
+    sparse = model(*packed, attention="sparse", indexer_loss="sparse")
+    sparse_kl = norm_of_mean(sparse.indexer_loss_sum, sparse.num_indexer_terms, model)
+
+    def norm(**changes):
+        trainer = make_trainer(dtype=torch.float64, **changes)
+        document = Document(token_ids=ids, train_mask=[i >= 10 for i in ids])
+        return combine(trainer.step([document]).metrics)["grad/norm"]
+
+    assert norm() == pytest.approx(lm, rel=1e-9)
+    assert norm(mode="indexer_warmup", indexer_loss_coeff=7.0) == pytest.approx(kl, rel=1e-9)
+    alone = norm(attention="sparse", indexer_loss_coeff=0.0)
+    both = norm(attention="sparse", indexer_loss_coeff=3.0)
+    assert both == pytest.approx(math.hypot(alone, 3.0 * sparse_kl), rel=1e-9)
 
 
 def test_the_same_documents_give_bit_identical_weights():
