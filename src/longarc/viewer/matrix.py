@@ -1,0 +1,136 @@
+"""The evaluation matrix: success of every stage's checkpoint on every family, and what was forgotten."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from longarc.errors import ContractError, boundary
+from longarc.runs.directory import RunDirectory
+from longarc.viewer.numbers import short, wilson_interval
+
+RESULTS = "results.json"
+"""File in a stage's directory that makes it an evaluation."""
+
+KEPT_FRAC = 0.95
+"""A family counts as kept where success is at least this share of the best before."""
+
+
+def read_evaluations(run: RunDirectory) -> dict[str, list[dict[str, Any]]]:
+    """Return the cells of every evaluation by its name, the recipe's own first.
+
+    Raises:
+        ContractError: a file of results is damaged.
+    """
+    found = {}
+    for name in run.stages():
+        path = run.stage(name).path / RESULTS
+        if path.exists():
+            with boundary(ContractError, f"{path} is damaged: remove it and evaluate again"):
+                found[name] = list(orjson.loads(path.read_bytes())["cells"])
+    return found
+
+
+def matrix(name: str, cells: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Return one evaluation as the report shows it.
+
+    Args:
+        name: what the evaluation is called.
+        cells: its cells; of two for one stage and family the later counts.
+        order: the recipe's stages, in which forgetting and recovery are followed.
+    """
+    newest = {(cell["stage"], cell["family"]): cell for cell in cells}
+    known = {stage: position for position, stage in enumerate(order)}
+    stages = sorted({stage for stage, _ in newest}, key=lambda s: (known.get(s, len(known)), s))
+    families = sorted({family for _, family in newest})
+    columns = {family: _column(family, stages, newest) for family in families}
+    return {
+        "name": name,
+        "stages": stages,
+        "families": families,
+        "rows": [[columns[family][stage] for family in families] for stage in stages],
+        "kept": [_kept([columns[family][stage] for stage in stages]) for family in families],
+        "num_excluded": sum(cell["num_excluded"] for cell in newest.values()),
+        "num_rollouts": sum(cell["num_excluded"] + cell["num_graded"] for cell in newest.values()),
+        "elapsed_s": sum(cell.get("elapsed_s", 0.0) for cell in newest.values()),
+        "difficulty": [_difficulty(family, stages, newest) for family in families],
+    }
+
+
+def _column(
+    family: str, stages: Sequence[str], cells: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> dict[str, dict[str, Any] | None]:
+    """Follow one family over the stages."""
+    column: dict[str, dict[str, Any] | None] = {}
+    best: dict[str, Any] | None = None
+    is_kept = True
+    for stage in stages:
+        cell = cells.get((stage, family))
+        if cell is None:
+            column[stage] = None
+            continue
+        entry = _entry(cell)
+        if entry["rate"] is not None:
+            was_kept, is_kept = is_kept, _is_kept(entry, best)
+            entry |= _against_best(entry, best, was_kept=was_kept, is_kept=is_kept)
+            if best is None or entry["rate"] > best["rate"]:
+                best = entry
+        column[stage] = entry
+    if best is not None:
+        best["is_best"] = best["rate"] > 0
+    return column
+
+
+def _entry(cell: Mapping[str, Any]) -> dict[str, Any]:
+    solved, graded = cell["num_solved"], cell["num_graded"]
+    interval = wilson_interval(solved, graded)
+    return {
+        "num_solved": solved,
+        "num_graded": graded,
+        "num_excluded": cell["num_excluded"],
+        "rate": solved / graded if graded else None,
+        "low": short(interval[0]) if interval else None,
+        "high": short(interval[1]) if interval else None,
+        "mean_reward": short(cell.get("mean_reward")),
+        "mean_turns": short(cell.get("mean_turns"), digits=3),
+        "mean_sampled_tokens": short(cell.get("mean_sampled_tokens"), digits=4),
+        "policy_version": cell.get("policy_version"),
+        "outcomes": cell.get("outcomes", {}),
+        "mark": None,
+        "is_best": False,
+    }
+
+
+def _is_kept(entry: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
+    return best is None or bool(entry["rate"] >= KEPT_FRAC * best["rate"])
+
+
+def _against_best(
+    entry: Mapping[str, Any], best: Mapping[str, Any] | None, *, was_kept: bool, is_kept: bool
+) -> dict[str, Any]:
+    """Return how a cell compares with the best of the stages before it."""
+    if best is None:
+        return {"mark": "first", "change_points": None, "is_clear": False}
+    # Disjoint 95 % intervals: stricter than a test at 5 %, and it can be checked by eye.
+    is_clear = entry["high"] < best["low"] or entry["low"] > best["high"]
+    mark = "dropped" if not is_kept else "kept" if was_kept else "recovered"
+    if is_kept and was_kept and entry["rate"] > best["rate"]:
+        mark = "gained"
+    change_points = 100.0 * (entry["rate"] - best["rate"])
+    return {"mark": mark, "change_points": short(change_points, digits=4), "is_clear": is_clear}
+
+
+def _kept(entries: Sequence[Mapping[str, Any] | None]) -> float | None:
+    """Return the last stage's success as a share of the best of any stage."""
+    rates = [entry["rate"] for entry in entries if entry and entry["rate"] is not None]
+    return short(rates[-1] / max(rates), digits=4) if rates and max(rates) > 0 else None
+
+
+def _difficulty(
+    family: str, stages: Sequence[str], cells: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return one family's success by difficulty: ``[solved, graded]`` per stage and level."""
+    counts = {stage: cells.get((stage, family), {}).get("by_difficulty", {}) for stage in stages}
+    levels = sorted({level for by_level in counts.values() for level in by_level}, key=float)
+    rows = [[counts[stage].get(level) for level in levels] for stage in stages]
+    return {"family": family, "levels": levels, "stages": list(stages), "rows": rows}
