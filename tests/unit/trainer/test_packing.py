@@ -51,8 +51,8 @@ def test_short_common_beginnings_are_not_split_off():
 
 def test_a_common_beginning_that_is_too_short_to_share_still_counts_against_the_budget():
     middle = tuple(range(10))  # shared by the first and the third, but too short for a span
-    sequences = [answer(*middle, 50), answer(60, 61), answer(*middle, 70)]
-    for budget in range(30, 60):
+    sequences = [answer(*middle, 50, 51), answer(60, 61), answer(*middle, 70, 71)]
+    for budget in range(31, 60):
         for batch in pack_shared(sequences, micro_batch_tokens=budget):
             assert batch.layout.num_tokens <= budget
 

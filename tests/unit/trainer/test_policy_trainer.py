@@ -159,7 +159,8 @@ def test_the_mean_is_over_the_tokens_or_the_trajectories_of_the_whole_step(
     assert combine(report.metrics)["loss/policy"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_a_repeated_member_counts_as_if_it_stood_there_twice(tmp_path):
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_a_repeated_member_counts_as_if_it_stood_there_twice(tmp_path, reduction):
     results = []
     for group in (
         two_answers((3, 5), (1.0, 0.0), multiplicities=(2, 1)),
@@ -170,9 +171,9 @@ def test_a_repeated_member_counts_as_if_it_stood_there_twice(tmp_path):
             ]
         ),
     ):
-        trainer = make_trainer(tmp_path, dtype=torch.float64, optimizer=ADAMW)
-        trainer.take_step(make_batch([group]))
-        results.append(weights(trainer))
+        trainer = make_trainer(tmp_path, dtype=torch.float64, optimizer=ADAMW, reduction=reduction)
+        norm = combine(trainer.take_step(make_batch([group])).metrics)["grad/norm"]
+        results.append(weights(trainer) | {"norm": torch.tensor(norm)})
     assert_same_weights(*results)
 
 
@@ -196,6 +197,18 @@ def test_all_segments_of_a_trajectory_get_its_advantage_and_shared_history_is_co
     assert [r.segment_order for r in report.token_reports] == [0, 1, 0]
     assert report.token_reports[1].advantages[:-1] == (0.0,) * 23
     assert report.token_reports[0].advantages[-1] == report.token_reports[1].advantages[-1] > 0
+
+
+def test_a_segment_without_trained_tokens_is_left_out(tmp_path):
+    side = make_segment(range(25), (), [], order=1)
+    work = make_segment(range(20), (30, 31), [-4.0, -4.0])
+    member = make_trajectory([side, work], name="a", reward=1.0)
+    other = make_trajectory([make_segment(range(20), (60,), [-4.0])], name="b", reward=0.0)
+    report = make_trainer(tmp_path).take_step(make_batch([make_group([member, other])]))
+    assert [(r.trajectory_id, r.segment_order) for r in report.token_reports] == [
+        ("a", 0),
+        ("b", 0),
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

@@ -34,6 +34,8 @@ class Sleeper:
     """A trainer that never finishes a step."""
 
     async def step(self, batch):
+        sys.stdout.write("busy\n")
+        sys.stdout.flush()
         time.sleep(60)
 
     async def publish(self):
@@ -128,6 +130,7 @@ def test_a_busy_child_dies_with_its_parent(tmp_path):
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     with parent:
         child = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "busy\n"
         parent.send_signal(signal.SIGKILL)
     for _ in range(200):
         if not is_running(child):
