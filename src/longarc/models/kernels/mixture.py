@@ -90,6 +90,7 @@ class _MixExperts(torch.autograd.Function):
             "experts",
             *_sizes(x, chosen, down),
             *(x, chosen, weights, gate_up, down, output, sorted_gate_up, slot_out),
+            torch.get_num_threads(),
         )
         ctx.save_for_backward(x, chosen, weights, gate_up, down, sorted_gate_up, slot_out)
         return output
@@ -104,6 +105,7 @@ class _MixExperts(torch.autograd.Function):
             *_sizes(x, chosen, down),
             *(x, chosen, weights, gate_up, down, sorted_gate_up, slot_out, grad.contiguous()),
             *(grad_x, grad_weights, grad_gate_up, grad_down),
+            torch.get_num_threads(),
         )
         return grad_x, None, grad_weights, grad_gate_up, grad_down
 

@@ -103,7 +103,9 @@ class _RmsNorm(torch.autograd.Function):
         rows, width = x.shape
         output, factors = x.new_empty(rows, width), x.new_empty(rows)
         required().call(
-            "rms_norm", rows, width, x, x.stride(0), weight, eps, output, width, factors
+            "rms_norm",
+            *(rows, width, x, x.stride(0), weight, eps, output, width, factors),
+            torch.get_num_threads(),
         )
         ctx.save_for_backward(x, weight, factors)
         return output
@@ -113,13 +115,14 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, factors = ctx.saved_tensors
         grad = _dense_rows(grad)
         rows, width = x.shape
-        grad_x, grad_weight = x.new_empty(rows, width), torch.zeros_like(weight)
+        parts = torch.get_num_threads()
+        grad_x, grad_parts = x.new_empty(rows, width), weight.new_zeros(parts, width)
         required().call(
             "rms_norm_backward",
             *(rows, width, x, x.stride(0), weight, grad, grad.stride(0), factors),
-            *(grad_x, grad_weight),
+            *(grad_x, grad_parts, parts),
         )
-        return grad_x, grad_weight, None
+        return grad_x, grad_parts.sum(dim=0), None
 
 
 def layer_norm(

@@ -69,7 +69,6 @@ struct ChunkScratch {
     std::vector<float> scores;
     AttendScratch attend;
     Gathered gathered;
-    ExpertScratch experts;
 };
 
 inline void rms_norm_rows(const float* x, const float* w, float* y, int64_t num, int64_t width, float eps) {
@@ -103,10 +102,17 @@ inline void feed_forward_rows(const FeedForward& ff, int64_t hidden, int64_t num
                   &s.chosen[r * ff.num_chosen], weights + r * ff.num_chosen);
     experts_forward(shape, num, normed, s.chosen.data(), weights, ff.gate_up, ff.down, mixed,
                     s.gate_up.floats(num * ff.num_chosen * 2 * ff.width),
-                    s.slots.floats(num * ff.num_chosen * hidden), s.experts);
+                    s.slots.floats(num * ff.num_chosen * hidden), 1);
     if (ff.shared_width)
         dense_rows<Store::ADD>(ff.shared_gate_up, ff.shared_down, hidden, ff.shared_width, num, normed, mixed, s);
     for (int64_t i = 0; i < num * hidden; i++) x[i] += mixed[i];
+}
+
+// Decoding reads every key and value once and from far away: the next ones are fetched during this one's work.
+inline void prefetch(const Keys& keys) {
+    const int64_t count = round_up(keys.num, LANES) * keys.dim;
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(keys.blocked + i, 0, 2);
+    for (int64_t i = 0; i < keys.num * keys.value_stride; i += 16) __builtin_prefetch(keys.values + i, 0, 2);
 }
 
 inline void llama_attention(const LlamaShape& shape, const LlamaLayer& layer, const Rows& rows, int64_t first,
@@ -127,10 +133,17 @@ inline void llama_attention(const LlamaShape& shape, const LlamaLayer& layer, co
         }
     }
     float* attended = s.attended.floats(num * queries);
+    auto keys_of = [&](int64_t pair) {
+        const int64_t row = first + pair / shape.num_key_heads;
+        const int64_t table =
+            (rows.slots[row] * shape.num_key_heads + pair % shape.num_key_heads) * rows.max_length * dim;
+        return Keys{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[row] + 1};
+    };
     for (int64_t r = 0; r < num; r++)
         for (int64_t g = 0; g < shape.num_key_heads; g++) {
-            const int64_t table = (rows.slots[first + r] * shape.num_key_heads + g) * rows.max_length * dim;
-            const Keys visible{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[first + r] + 1};
+            const int64_t pair = r * shape.num_key_heads + g;
+            const Keys visible = keys_of(pair);
+            if (pair + 1 < num * shape.num_key_heads) prefetch(keys_of(pair + 1));
             attend(projected + r * width + g * group * dim, shape.scale, group, visible,
                    attended + r * queries + g * group * dim, s.attend);
         }

@@ -50,8 +50,7 @@ struct ExpertOrder {
 };
 
 struct ExpertScratch {
-    ExpertOrder order;
-    Scratch gathered, gate_up, activated, sorted_out, gradient, packed;
+    Scratch gathered, activated, out, d_activated, d_gates, packed;
 };
 
 inline void gather_rows(const float* x, const int32_t* pairs, int64_t count, const ExpertShape& shape, float* to) {
@@ -71,15 +70,19 @@ inline void swiglu_rows(const float* gate_up, float* y, int64_t num_rows, int64_
 // [pairs, hidden] in row order.
 LONGARC_ONE_COPY inline void experts_forward(const ExpertShape& shape, int64_t num_rows, const float* x, const int32_t* chosen,
                             const float* weights, const float* gate_up, const float* down, float* y,
-                            float* sorted_gate_up, float* slot_out, ExpertScratch& scratch) {
+                            float* sorted_gate_up, float* slot_out, int64_t num_threads) {
     const int64_t hidden = shape.hidden, width = shape.width;
-    scratch.order.sort(chosen, num_rows, shape);
+    thread_local ExpertOrder own_order;
+    ExpertOrder& order = own_order;
+    order.sort(chosen, num_rows, shape);
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
     for (int64_t e = 0; e < shape.num_experts; e++) {
-        const int64_t first = scratch.order.offsets[e], count = scratch.order.offsets[e + 1] - first;
-        const int32_t* pairs = scratch.order.pairs.data() + first;
+        thread_local ExpertScratch scratch;
+        const int64_t first = order.offsets[e], count = order.offsets[e + 1] - first;
+        const int32_t* pairs = order.pairs.data() + first;
         float* gathered = scratch.gathered.floats(count * hidden);
         float* activated = scratch.activated.floats(count * width);
-        float* sorted_out = scratch.sorted_out.floats(count * hidden);
+        float* sorted_out = scratch.out.floats(count * hidden);
         float* gates = sorted_gate_up + first * 2 * width;
         gather_rows(x, pairs, count, shape, gathered);
         gemm(count, 2 * width, hidden, gathered, hidden, gate_up + e * packed_size(2 * width, hidden), gates,
@@ -104,21 +107,25 @@ LONGARC_ONE_COPY inline void experts_forward(const ExpertShape& shape, int64_t n
 LONGARC_ONE_COPY inline void experts_backward(const ExpertShape& shape, int64_t num_rows, const float* x, const int32_t* chosen,
                              const float* weights, const float* gate_up, const float* down,
                              const float* sorted_gate_up, const float* slot_out, const float* dy, float* dx,
-                             float* d_weights, float* d_gate_up, float* d_down, ExpertScratch& scratch) {
+                             float* d_weights, float* d_gate_up, float* d_down, int64_t num_threads) {
     const int64_t hidden = shape.hidden, width = shape.width, k = shape.num_chosen;
-    scratch.order.sort(chosen, num_rows, shape);
-    float* slot_dx = scratch.gradient.floats(num_rows * k * hidden);
-    std::vector<float> d_activated, d_gates;
+    thread_local ExpertOrder own_order;
+    thread_local Scratch gradient;
+    ExpertOrder& order = own_order;
+    float* slot_dx = gradient.floats(num_rows * k * hidden);
+    order.sort(chosen, num_rows, shape);
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
     for (int64_t e = 0; e < shape.num_experts; e++) {
-        const int64_t first = scratch.order.offsets[e], count = scratch.order.offsets[e + 1] - first;
-        const int32_t* pairs = scratch.order.pairs.data() + first;
+        thread_local ExpertScratch scratch;
+        const int64_t first = order.offsets[e], count = order.offsets[e + 1] - first;
+        const int32_t* pairs = order.pairs.data() + first;
         float* gathered = scratch.gathered.floats(count * hidden);
         float* activated = scratch.activated.floats(count * width);
-        float* d_out = scratch.sorted_out.floats(count * hidden);
+        float* d_out = scratch.out.floats(count * hidden);
         float* packed = scratch.packed.floats(packed_size(std::max(width, hidden), std::max(hidden, 2 * width)));
         const float* gates = sorted_gate_up + first * 2 * width;
-        d_activated.resize(count * width);
-        d_gates.resize(count * 2 * width);
+        float* d_activated = scratch.d_activated.floats(count * width);
+        float* d_gates = scratch.d_gates.floats(count * 2 * width);
         gather_rows(x, pairs, count, shape, gathered);
         for (int64_t i = 0; i < count; i++) {
             const float *from = dy + pairs[i] / k * hidden, *out = slot_out + pairs[i] * hidden;
@@ -131,18 +138,18 @@ LONGARC_ONE_COPY inline void experts_backward(const ExpertShape& shape, int64_t 
             d_weights[pairs[i]] = sum_lanes(dot);
         }
         pack(down + e * hidden * width, 1, width, width, hidden, packed);
-        gemm(count, width, hidden, d_out, hidden, packed, d_activated.data(), width);
+        gemm(count, width, hidden, d_out, hidden, packed, d_activated, width);
         swiglu_rows(gates, activated, count, width);
         for (int64_t i = 0; i < count; i++) {
             const int64_t at = i * 2 * width;
-            swiglu_backward_row(gates + at, gates + at + width, d_activated.data() + i * width, d_gates.data() + at,
-                                d_gates.data() + at + width, width);
+            swiglu_backward_row(gates + at, gates + at + width, d_activated + i * width, d_gates + at,
+                                d_gates + at + width, width);
         }
         add_weight_gradient(count, hidden, width, d_out, hidden, activated, width, d_down + e * hidden * width);
-        add_weight_gradient(count, 2 * width, hidden, d_gates.data(), 2 * width, gathered, hidden,
+        add_weight_gradient(count, 2 * width, hidden, d_gates, 2 * width, gathered, hidden,
                             d_gate_up + e * 2 * width * hidden);
         pack(gate_up + e * 2 * width * hidden, 1, hidden, hidden, 2 * width, packed);
-        gemm(count, hidden, 2 * width, d_gates.data(), 2 * width, packed, gathered, hidden);
+        gemm(count, hidden, 2 * width, d_gates, 2 * width, packed, gathered, hidden);
         for (int64_t i = 0; i < count; i++)
             std::memcpy(slot_dx + pairs[i] * hidden, gathered + i * hidden, sizeof(float) * hidden);
     }

@@ -67,14 +67,22 @@ void longarc_product_weight(int64_t num_batches, int64_t num_rows, int64_t num_o
 }
 
 void longarc_rms_norm(int64_t num_rows, int64_t width, const float* x, int64_t x_row, const float* w, float eps,
-                      float* y, int64_t y_row, float* factors) {
-    for (int64_t r = 0; r < num_rows; r++) factors[r] = rms_norm_row(x + r * x_row, w, y + r * y_row, width, eps);
+                      float* y, int64_t y_row, float* factors, int64_t num_threads) {
+    for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
+        for (int64_t r = first; r < first + count; r++)
+            factors[r] = rms_norm_row(x + r * x_row, w, y + r * y_row, width, eps);
+    });
 }
 
+// dx is set; dw is [parts][width], zeros at first: each thread adds to a part of its own.
 void longarc_rms_norm_backward(int64_t num_rows, int64_t width, const float* x, int64_t x_row, const float* w,
-                               const float* dy, int64_t dy_row, const float* factors, float* dx, float* dw) {
-    for (int64_t r = 0; r < num_rows; r++)
-        rms_norm_backward_row(x + r * x_row, w, dy + r * dy_row, factors[r], dx + r * width, dw, width);
+                               const float* dy, int64_t dy_row, const float* factors, float* dx, float* dw,
+                               int64_t num_parts) {
+#pragma omp parallel for num_threads(num_parts) schedule(static, 1) if (num_parts > 1)
+    for (int64_t part = 0; part < num_parts; part++)
+        for (int64_t r = num_rows * part / num_parts; r < num_rows * (part + 1) / num_parts; r++)
+            rms_norm_backward_row(x + r * x_row, w, dy + r * dy_row, factors[r], dx + r * width, dw + part * width,
+                                  width);
 }
 
 void longarc_layer_norm(int64_t num_rows, int64_t width, const float* x, int64_t x_row, const float* w,
@@ -124,8 +132,7 @@ void longarc_route(int64_t num_rows, int64_t num_experts, int64_t num_chosen, fl
 
 void longarc_experts(int64_t num_experts, int64_t num_chosen, int64_t hidden, int64_t width, int64_t num_rows,
                      const float* x, const int32_t* chosen, const float* weights, const float* gate_up,
-                     const float* down, float* y, float* sorted_gate_up, float* slot_out) {
-    thread_local ExpertScratch scratch;
+                     const float* down, float* y, float* sorted_gate_up, float* slot_out, int64_t num_threads) {
     thread_local Scratch packed;
     const int64_t up_size = packed_size(2 * width, hidden), down_size = packed_size(hidden, width);
     float* up = packed.floats(num_experts * (up_size + down_size));
@@ -135,17 +142,16 @@ void longarc_experts(int64_t num_experts, int64_t num_chosen, int64_t hidden, in
         pack(down + e * hidden * width, width, 1, hidden, width, back + e * down_size);
     }
     experts_forward({num_experts, num_chosen, hidden, width}, num_rows, x, chosen, weights, up, back, y,
-                    sorted_gate_up, slot_out, scratch);
+                    sorted_gate_up, slot_out, num_threads);
 }
 
 void longarc_experts_backward(int64_t num_experts, int64_t num_chosen, int64_t hidden, int64_t width,
                               int64_t num_rows, const float* x, const int32_t* chosen, const float* weights,
                               const float* gate_up, const float* down, const float* sorted_gate_up,
                               const float* slot_out, const float* dy, float* dx, float* d_weights, float* d_gate_up,
-                              float* d_down) {
-    thread_local ExpertScratch scratch;
+                              float* d_down, int64_t num_threads) {
     experts_backward({num_experts, num_chosen, hidden, width}, num_rows, x, chosen, weights, gate_up, down,
-                     sorted_gate_up, slot_out, dy, dx, d_weights, d_gate_up, d_down, scratch);
+                     sorted_gate_up, slot_out, dy, dx, d_weights, d_gate_up, d_down, num_threads);
 }
 
 // runs is [run][4]: first query, queries, first position, start of its list in key_rows.

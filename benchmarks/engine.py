@@ -1,0 +1,227 @@
+"""How fast the embedded engine samples and the trainer trains, beside transformers, in one run.
+
+* A Llama-type model of five million parameters: the engine against ``transformers.generate``, same
+  weights, same prompts, fp32, batch 64. Both sample at temperature 1; the engine also computes
+  log-probabilities, streams and schedules.
+* ``longarc-nano`` at batch 64 and contexts of about 400: the engine, with and without native kernels.
+* ``longarc-nano`` trained on packed documents of 512 tokens with sparse attention, likewise.
+
+Every figure is the best of some repeats, taken in turns. Usage:
+python benchmarks/engine.py [--threads 1] [--repeats 3]
+"""
+
+import argparse
+import asyncio
+import os
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from longarc.config.engine import EngineConfig
+from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.engine.embedded import EmbeddedEngine
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
+from longarc.models.kernels.native import native
+from longarc.models.layout import Layout
+from longarc.models.projection import token_logprobs
+from longarc.records.sampling import Sampling
+
+BATCH = 64
+NUM_NEW = 64
+LLAMA_BAR = 4.0
+NANO_BAR = 20_000
+TRAIN_BAR = 12_000
+LLAMA = LlamaConfig(
+    hidden_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=688,
+)
+
+
+def make_prompts(length: int) -> list[list[int]]:
+    """Draw prompts that share nothing."""
+    generator = torch.Generator().manual_seed(1)
+    prompts: list[list[int]] = torch.randint(0, 2048, (BATCH, length), generator=generator).tolist()
+    return prompts
+
+
+async def _sample_all(engine: EmbeddedEngine, prompts: list[list[int]], num_new: int) -> int:
+    counts: list[int] = []
+
+    async def complete(index: int, prompt: list[int]) -> None:
+        sampling = Sampling(max_new_tokens=num_new)
+        async for piece in engine.stream(prompt, sampling, session_id=str(index)):
+            counts.append(len(piece.token_ids))
+
+    async with asyncio.TaskGroup() as group:
+        for index, prompt in enumerate(prompts):
+            group.create_task(complete(index, prompt))
+    return sum(counts)
+
+
+def engine_tokens_per_s(
+    model: Decoder, prompts: list[list[int]], num_new: int, threads: int
+) -> tuple[float, float]:
+    """Sample from all prompts at once; return tokens/s with prefill, and of the engine's busy time."""
+
+    async def measure() -> tuple[float, float]:
+        config = EngineConfig(num_slots=BATCH, max_running=BATCH, num_threads=threads)
+        length = len(prompts[0]) + num_new
+        async with EmbeddedEngine(model, config, max_context_tokens=length) as engine:
+            started = time.perf_counter()
+            count = await _sample_all(engine, prompts, num_new)
+            elapsed = time.perf_counter() - started
+            return count / elapsed, count / (await engine.health()).busy_s
+
+    return asyncio.run(measure())
+
+
+def decode_tokens_per_s(model: Decoder, context: int, num_new: int, threads: int) -> float:
+    """Sample behind contexts that are in the cache already: decode steps alone."""
+
+    async def measure() -> float:
+        config = EngineConfig(num_slots=BATCH, max_running=BATCH, num_threads=threads)
+        prompts = make_prompts(context)
+        async with EmbeddedEngine(model, config, max_context_tokens=context + num_new) as engine:
+            await _sample_all(engine, prompts, 1)
+            started = time.perf_counter()
+            count = await _sample_all(engine, prompts, num_new)
+            return count / (time.perf_counter() - started)
+
+    return asyncio.run(measure())
+
+
+def transformers_tokens_per_s(model: torch.nn.Module, prompts: list[list[int]]) -> float:
+    """Sample the same prompts with ``generate``."""
+    ids = torch.tensor(prompts)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=NUM_NEW,
+            min_new_tokens=NUM_NEW,
+            pad_token_id=0,
+        )
+    return (output.shape[1] - ids.shape[1]) * BATCH / (time.perf_counter() - started)
+
+
+def transformers_model(model: Decoder) -> torch.nn.Module:
+    """Build the same Llama in transformers."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = transformers.LlamaConfig(
+        **LLAMA.model_dump(exclude={"family", "head_dim", "rope_theta"}),
+        rope_parameters={"rope_type": "default", "rope_theta": LLAMA.rope_theta},
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    peer = transformers.LlamaForCausalLM(config).eval()
+    peer.load_state_dict(model.state_dict())
+    ids = torch.tensor(make_prompts(16)[:2])
+    with torch.no_grad():
+        ours = model(ids[0], Layout.documents([16])).hidden @ model.output_weight.T
+        torch.testing.assert_close(peer(ids).logits[0], ours, atol=1e-4, rtol=0)
+    return peer
+
+
+def train_tokens_per_s(model: Decoder) -> float:
+    """One forward and backward pass over eight documents, the indexer frozen."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 2048, (8 * 512,), generator=generator)
+    started = time.perf_counter()
+    hidden = model(ids, Layout.documents([512] * 8)).hidden
+    logprobs, _ = token_logprobs(hidden[:-1], model.output_weight, ids[1:])
+    (-logprobs.mean()).backward()
+    model.zero_grad()
+    return len(ids) / (time.perf_counter() - started)
+
+
+def best(repeats: int, *measures: Callable[[], float]) -> list[float]:
+    """Run the measures in turns and return the best of each."""
+    results = [[measure() for measure in measures] for _ in range(repeats)]
+    return [max(column) for column in zip(*results, strict=True)]
+
+
+def eager(measure: Callable[[], float]) -> Callable[[], float]:
+    """Measure without the native kernels."""
+
+    def without() -> float:
+        before = os.environ.get("LONGARC_NATIVE")
+        os.environ["LONGARC_NATIVE"] = "0"
+        try:
+            return measure()
+        finally:
+            os.environ.pop("LONGARC_NATIVE")
+            if before is not None:
+                os.environ["LONGARC_NATIVE"] = before
+
+    return without
+
+
+def main() -> None:
+    """Print the table and how many bars hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", module="transformers")
+
+    llama = build_model(LLAMA, seed=0)
+    peer = transformers_model(llama)
+    prompts = make_prompts(32)
+    nano = build_model(GlmMoeDsaConfig(), seed=0)
+    trained = build_model(GlmMoeDsaConfig(), seed=0)
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_("indexer" not in name)
+
+    def decode() -> float:
+        return decode_tokens_per_s(nano, 368, NUM_NEW, options.threads)
+
+    llama_ours, llama_peer = best(
+        options.repeats,
+        lambda: engine_tokens_per_s(llama, prompts, NUM_NEW, options.threads)[0],
+        lambda: transformers_tokens_per_s(peer, prompts),
+    )
+    nano_ours, nano_eager = best(options.repeats, decode, eager(decode))
+    train_ours, train_eager = best(
+        options.repeats,
+        lambda: train_tokens_per_s(trained),
+        eager(lambda: train_tokens_per_s(trained)),
+    )
+
+    size = sum(parameter.numel() for parameter in llama.parameters()) / 1e6
+    load = os.getloadavg()[0]
+    print(
+        f"native kernels: {'yes' if native() else 'no'}; fp32, {options.threads} thread(s), "
+        f"best of {options.repeats}, load average {load:.1f}"
+    )
+    print("figure | ours | peer | ratio | bar")
+    print(
+        f"Llama {size:.1f}M, batch 64, 32 + 64 tokens [tokens/s], peer transformers.generate "
+        f"| {llama_ours:.0f} | {llama_peer:.0f} | {llama_ours / llama_peer:.1f} | >= {LLAMA_BAR}"
+    )
+    print(
+        f"nano, batch 64, decode at contexts 368 to 432 [tokens/s], peer eager "
+        f"| {nano_ours:.0f} | {nano_eager:.0f} | {nano_ours / nano_eager:.1f} | >= {NANO_BAR}"
+    )
+    print(
+        f"nano, forward and backward, 8 x 512 tokens [tokens/s], peer eager "
+        f"| {train_ours:.0f} | {train_eager:.0f} | {train_ours / train_eager:.1f} | >= {TRAIN_BAR}"
+    )
+    held = [llama_ours >= LLAMA_BAR * llama_peer, nano_ours >= NANO_BAR, train_ours >= TRAIN_BAR]
+    print(f"bars: {sum(held)} of {len(held)} hold")
+
+
+if __name__ == "__main__":
+    main()
