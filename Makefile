@@ -40,5 +40,8 @@ types: $(STAMP_DEV) ## mypy --strict
 contracts: $(STAMP_DEV) ## the layering contract
 	$(BIN)/lint-imports
 
+docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes
+	$(BIN)/longarc config schema --format markdown > docs/config.md
+
 clean: ## remove what can be made again (never runs/)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
