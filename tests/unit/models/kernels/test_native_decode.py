@@ -1,0 +1,101 @@
+"""The native decoder: notices new weights, agrees with the eager path, keeps its numbers on two threads."""
+
+import pytest
+import torch
+
+from longarc.models.build import build_model
+from longarc.models.cache import SlotCache
+from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.native import native
+from model_cases import sharpened, small_glm, small_llama
+
+pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
+
+CASES = {
+    "glm": small_glm(index_topk=200),
+    "odd glm": small_glm(
+        index_topk=200, index_n_heads=3, index_head_dim=10, kv_lora_rank=20, n_shared_experts=0
+    ),
+    "llama": small_llama(),
+    "odd llama": small_llama(num_attention_heads=5, num_key_value_heads=1, head_dim=20),
+    "tied llama": small_llama(tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(params=CASES)
+def model(request):
+    return build_model(CASES[request.param], seed=3)
+
+
+def run(model, cache, ids, *, attention="sparse"):
+    """Fill two slots with prompts, then append single tokens."""
+    first = model.extend(ids[:50], [2, 0], [0, 0], [30, 20], cache, attention=attention)
+    later = [
+        model.extend(
+            ids[50 + 2 * i : 52 + 2 * i],
+            [0, 2],
+            [20 + i, 30 + i],
+            [1, 1],
+            cache,
+            attention=attention,
+        )
+        for i in range(5)
+    ]
+    return torch.cat([first, *later])
+
+
+def make_ids() -> torch.Tensor:
+    return torch.randint(0, 64, (60,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+def test_the_native_cache_computes_what_the_eager_one_does(model, attention, monkeypatch):
+    ours = model.new_cache(3, 64)
+    assert isinstance(ours, NativeDecoder)
+    found = run(model, ours, make_ids(), attention=attention)
+    monkeypatch.setenv("LONGARC_NATIVE", "0")
+    eager = model.new_cache(3, 64)
+    assert type(eager) is SlotCache
+    torch.testing.assert_close(
+        found, run(model, eager, make_ids(), attention=attention), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_changed_weights_are_packed_again(model):
+    cache = model.new_cache(3, 64)
+    run(model, cache, make_ids())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(
+        run(model, cache, make_ids()), run(model, model.new_cache(3, 64), make_ids())
+    )
+
+
+def test_two_threads_decode_the_same_numbers(model):
+    sharpened(model)
+    one = run(model, model.new_cache(3, 64), make_ids())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        two = run(model, model.new_cache(3, 64), make_ids())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one, two)
+
+
+def test_a_long_prompt_in_chunks_is_a_long_prompt_at_once():
+    model = sharpened(build_model(small_glm(), seed=3))
+    ids = torch.randint(0, 64, (230,), generator=torch.Generator().manual_seed(1))
+    whole = model.extend(ids, [0], [0], [230], model.new_cache(1, 230))
+    cache = model.new_cache(1, 230)
+    pieces = [
+        model.extend(ids[start:stop], [0], [start], [stop - start], cache)
+        for start, stop in ((0, 1), (1, 100), (100, 101), (101, 230))
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_other_dtypes_take_the_eager_path():
+    model = build_model(small_glm(), seed=3, dtype=torch.float64)
+    assert type(model.new_cache(1, 16)) is SlotCache
