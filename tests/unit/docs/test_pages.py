@@ -97,6 +97,22 @@ def test_the_readme_lists_every_command_and_only_those():
     assert listed == {(name,) for name in choices}
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_named_in_prose_exist(page, capsys):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    commands = re.findall(r"`longarc ([^`]+)`", prose)
+    assert [command for command in commands if not is_command(command, capsys)] == []
+
+
+def is_command(command, capsys):
+    """Say whether the parser takes it; naming a command without its arguments is fine."""
+    try:
+        build_parser().parse_args(shlex.split(command))
+    except SystemExit as end:
+        return end.code == 0 or "are required" in capsys.readouterr().err
+    return True
+
+
 def test_the_readme_and_the_help_agree_on_exit_codes():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     epilog = build_parser().epilog or ""
