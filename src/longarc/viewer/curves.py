@@ -47,13 +47,13 @@ CHARTS: tuple[ChartSpec, ...] = (
         title="Success",
         unit="share of rollouts",
         hint="Share of training rollouts that were fully solved, by family. Rises; noise of a few points is normal.",
-        names=("success/*",),
+        names=("success/mean", "success/*"),
     ),
     ChartSpec(
         title="Reward",
         unit="mean per rollout",
         hint="What the graders gave, by family. Rises along with success; if only the reward rises, look for a shortcut.",
-        names=("reward/*",),
+        names=("reward/mean", "reward/*"),
     ),
     ChartSpec(
         title="Policy loss",
@@ -153,15 +153,19 @@ def _rank(name: str, patterns: Sequence[str]) -> int:
     return next(i for i, pattern in enumerate(patterns) if _matches(name, pattern))
 
 
+_UNITS = ("_tokens_per_s", "_steps", "_abs_log_ratio")
+"""Endings that the chart's own unit says already."""
+
+
 def _label(name: str, chosen: Sequence[str]) -> str:
     """Return what tells a curve from its neighbours."""
     if len(chosen) == 1:
         return name
-    head, _, last = name.rpartition("/")
-    if head.startswith("throughput"):
-        return last.removesuffix("_tokens_per_s")
     if name == "train/tokens_per_s":
         return "trained, in the trainer's own time"
+    last = name.rpartition("/")[2]
+    for suffix in _UNITS:
+        last = last.removesuffix(suffix)
     return last
 
 

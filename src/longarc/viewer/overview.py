@@ -46,19 +46,14 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         "longarc": newest.get("longarc"),
         # The code that trained is the first start's; serving and evaluating later starts the run again.
         "commits": list(dict.fromkeys(str(s["git_commit"]) for s in starts if s.get("git_commit"))),
-        "machine": _machine(newest),
+        "machine": f"{newest['num_cores']} cores" if newest.get("num_cores") else "not recorded",
+        "platform": newest.get("platform"),
         "python": newest.get("python"),
         "torch": newest.get("packages", {}).get("torch"),
         "started_at_s": starts[0].get("started_at_s") if starts else None,
         "num_starts": len(starts),
         "is_running": run.running_in() is not None,
     }
-
-
-def _machine(start: Mapping[str, Any]) -> str:
-    if not start:
-        return "not recorded"
-    return f"{start.get('num_cores', '?')} cores, {start.get('platform', 'unknown system')}"
 
 
 def _model(run: RunDirectory) -> tuple[Mapping[str, Any], int | None]:

@@ -30,7 +30,7 @@ NUM_TRAJECTORIES = 120
 """Trajectories in the browser, where there are as many."""
 
 MAX_TRAJECTORY_BYTES = 6_000_000
-"""Size of all trajectories in the file; the last ones are left out where they would exceed it."""
+"""Size of all trajectories in the file; fewer are chosen where they would exceed it."""
 
 
 def write_report(
@@ -59,8 +59,18 @@ def write_report(
     return path
 
 
-def report_data(run: RunDirectory, *, num_trajectories: int = NUM_TRAJECTORIES) -> dict[str, Any]:
+def report_data(
+    run: RunDirectory,
+    *,
+    num_trajectories: int = NUM_TRAJECTORIES,
+    max_trajectory_bytes: int = MAX_TRAJECTORY_BYTES,
+) -> dict[str, Any]:
     """Return everything the report shows, as JSON values.
+
+    Args:
+        run: the run, open for reading.
+        num_trajectories: how many trajectories it holds at most [trajectories].
+        max_trajectory_bytes: how much they may take as JSON [bytes].
 
     Raises:
         ContractError: something in the run directory is damaged.
@@ -88,7 +98,7 @@ def report_data(run: RunDirectory, *, num_trajectories: int = NUM_TRAJECTORIES) 
             "lag": {} if ledger is None else _lags(ledger, stages, list(steps)),
             "histograms": {n: s.histograms for n, s in samples.items() if s.histograms},
             "counts": {} if ledger is None else _counts(ledger),
-            "browser": _browser(run, ledger, rows, samples, num_trajectories),
+            "browser": _browser(run, ledger, rows, samples, num_trajectories, max_trajectory_bytes),
         }
 
 
@@ -136,21 +146,27 @@ def _browser(
     rows: Mapping[str, Sequence[TrajectoryRow]],
     samples: Mapping[str, StageSamples],
     limit: int,
+    max_bytes: int,
 ) -> dict[str, Any]:
-    by_id = {row.id: row for stage_rows in rows.values() for row in stage_rows}
+    every = [row for stage_rows in rows.values() for row in stage_rows]
     reports: Reports = {key: value for s in samples.values() for key, value in s.reports.items()}
+    reported = frozenset(trajectory_id for trajectory_id, _ in reports)
     texts = TokenTexts.of(run)
-    entries, size = [], 0
-    for trajectory_id in choose(list(by_id.values()), frozenset(t for t, _ in reports), limit):
-        assert ledger is not None
-        entry = trajectory_entry(ledger, by_id[trajectory_id], reports, texts)
-        size += len(_json(entry))
-        if size > MAX_TRAJECTORY_BYTES:
+    entries: dict[str, dict[str, Any]] = {}
+    while ledger is not None:
+        shown = choose(every, reported, limit)
+        for row in shown:
+            if row.id not in entries:
+                entries[row.id] = trajectory_entry(ledger, row, reports, texts)
+        size = sum(len(_json(entries[row.id])) for row in shown)
+        if size <= max_bytes:
+            entries = {row.id: entries[row.id] for row in shown}
             break
-        entries.append(entry)
+        # Fewer of every kind, instead of none of the last stages.
+        limit = min(len(shown) - 1, len(shown) * max_bytes // size)
     return {
-        "num_all": len(by_id),
-        "trajectories": entries,
+        "num_all": len(every),
+        "trajectories": list(entries.values()),
         "token_texts": {str(token_id): text for token_id, text in texts.texts.items()},
         "special_ids": texts.special_ids,
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from longarc.errors import CheckpointError, ConfigError
+from longarc.errors import CheckpointError
 from longarc.records.batch import TokenReport
 from longarc.records.message import Message
 from longarc.records.outcome import Disposition
@@ -48,8 +48,10 @@ def origin(row: TrajectoryRow) -> str:
     return "/".join(parts[:-2]) if len(parts) > 3 else row.stage
 
 
-def choose(rows: Sequence[TrajectoryRow], reported: frozenset[str], limit: int) -> list[str]:
-    """Return the ids of at most ``limit`` trajectories: good and bad ones of every stage and family.
+def choose(
+    rows: Sequence[TrajectoryRow], reported: frozenset[str], limit: int
+) -> list[TrajectoryRow]:
+    """Return at most ``limit`` trajectories: good and bad ones of every stage and family.
 
     Places are given in turns to the kinds of trajectory (origin, family, how well it did); a kind
     spends its turns evenly over the time of the stage. Those with token reports choose first.
@@ -58,7 +60,7 @@ def choose(rows: Sequence[TrajectoryRow], reported: frozenset[str], limit: int) 
     chosen = set(first)
     rest = _in_turns([row for row in rows if row.id not in chosen], limit - len(first))
     chosen.update(rest)
-    return [row.id for row in rows if row.id in chosen]
+    return [row for row in rows if row.id in chosen]
 
 
 def _in_turns(rows: Sequence[TrajectoryRow], limit: int) -> list[str]:
@@ -113,11 +115,10 @@ class TokenTexts:
     def _text(self, token_id: int) -> str:
         if self._tokenizer is None:
             return f"[{token_id}]"
-        try:
-            # Half a character is shown as its bytes.
-            return self._tokenizer.token_bytes(token_id).decode("utf-8", "backslashreplace")
-        except (ConfigError, IndexError, OverflowError):
+        if not 0 <= token_id < self._tokenizer.vocab_size:
             return f"[{token_id}: not in the tokenizer]"
+        # Half a character is shown as its bytes.
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "backslashreplace")
 
 
 def trajectory_entry(

@@ -100,14 +100,15 @@ function drawHeader() {
     `${done} of ${data.stages.length} stages done` + (run.is_running ? ", still running" : "") +
     ` · ${count(total("num_trained_tokens"))} tokens trained on · ${count(total("num_sampled_tokens"))} sampled in ` +
     `${plural(total("num_trajectories"), "rollout")} · ${duration(total("elapsed_s"))}`;
-  const commit = run.commits.length ? run.commits[0].replace(/^([0-9a-f]{12})[0-9a-f]*/, "$1") : "not under git";
-  const more = run.commits.length > 1 ? `, later starts ran ${run.commits.length - 1} other` : "";
+  const [commit, changes] = run.commits.length ? run.commits[0].split("+") : ["not under git", null];
+  const others = run.commits.length - 1;
+  const code = [`longarc ${run.longarc || "?"}`, changes && "with uncommitted changes", others > 0 && `later starts: ${others} other`];
   const facts = [
     ["Model", run.num_parameters === null ? run.model_family : `${count(run.num_parameters)} parameters`,
       [run.num_parameters === null ? "" : run.model_family, ...run.model_facts].filter(Boolean).join(", ")],
     ["Seed", String(run.seed), run.num_starts > 1 ? `${run.num_starts} starts` : ""],
-    ["Code", commit, `longarc ${run.longarc || "?"}${more}`],
-    ["Machine", run.machine, [run.python && `Python ${run.python}`, run.torch && `torch ${run.torch}`].filter(Boolean).join(", ")],
+    ["Code", commit.slice(0, 12), code.filter(Boolean).join(", ")],
+    ["Machine", run.machine, [run.platform, run.python && `Python ${run.python}`, run.torch && `torch ${run.torch}`].filter(Boolean).join(", ")],
     ["Time in stages", duration(total("elapsed_s")),
       run.started_at_s ? "started " + new Date(run.started_at_s * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC" : ""],
   ];
@@ -125,7 +126,7 @@ function drawArc() {
   show("stages", data.stages.map((stage) => {
     const [what, colour] = kindOf(stage);
     const steps = stage.num_planned_steps === null ? String(stage.num_steps) : `${stage.num_steps} / ${stage.num_planned_steps}`;
-    const rows = [[stage.kind === "eval" ? "cells" : "steps", steps], ["share of time", percent(stage.elapsed_s / total, 0)]];
+    const rows = [[stage.kind === "eval" ? "cells" : "steps", steps]];
     if (stage.num_trained_tokens) rows.push(["trained", count(stage.num_trained_tokens)]);
     if (stage.num_sampled_tokens) rows.push(["sampled", count(stage.num_sampled_tokens)]);
     if (stage.num_trajectories) rows.push(["rollouts", count(stage.num_trajectories)]);
@@ -133,7 +134,8 @@ function drawArc() {
       h("h4", {}, stage.name),
       h("span", { class: `status ${stage.status}` }, stage.status),
       h("p", { class: "what" }, what),
-      h("div", { class: "time number" }, duration(stage.elapsed_s)),
+      h("div", { class: "time number" }, stage.elapsed_s ? duration(stage.elapsed_s) : "–",
+        stage.elapsed_s > 0 && h("small", {}, ` ${percent(stage.elapsed_s / total, 0)}`)),
       h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", { class: "number" }, value)])),
       stage.headline && result(stage.headline));
   }));
@@ -338,15 +340,13 @@ function difficultyTable(entry) {
 
 // ------------------------------------------------------------------ histograms
 
-const WIDE = 520;
-
 function barChart(title, note, bars, { bound = null, boundText = "", axis }) {
   const most = Math.max(...bars.map((bar) => bar.count), 1);
-  const left = 46, bottom = HEIGHT - BOTTOM, width = (WIDE - left - RIGHT) / bars.length;
+  const left = 46, bottom = HEIGHT - BOTTOM, width = (WIDTH - left - RIGHT) / bars.length;
   const y = scale(0, most * 1.05, bottom, TOP + 8, false);
-  const picture = s("svg", { viewBox: `0 0 ${WIDE} ${HEIGHT}`, role: "img", "aria-label": title });
+  const picture = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
   for (const tick of linearTicks(0, most, 4).filter(Number.isInteger)) {
-    picture.append(s("line", { class: "grid", x1: left, x2: WIDE - RIGHT, y1: y(tick), y2: y(tick) }),
+    picture.append(s("line", { class: "grid", x1: left, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }),
       s("text", { x: left - 5, y: y(tick) + 3.5, "text-anchor": "end" }, count(tick)));
   }
   bars.forEach((bar, i) => {
@@ -365,7 +365,7 @@ function barChart(title, note, bars, { bound = null, boundText = "", axis }) {
     picture.append(s("line", { class: "bound", x1: x, x2: x, y1: TOP, y2: bottom }),
       s("text", { x: x - 4, y: TOP + 8, "text-anchor": "end" }, boundText));
   }
-  picture.append(s("text", { x: (left + WIDE - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis));
+  picture.append(s("text", { x: (left + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis));
   return h("figure", { "data-chart": title }, h("figcaption", {}, title), h("p", {}, note), picture);
 }
 function lagChart(stage, lag) {
@@ -375,7 +375,7 @@ function lagChart(stage, lag) {
   const bars = Array.from({ length: most + 2 }, (_, steps) => ({
     count: counts.get(steps) || 0, label: most > 20 && steps % 5 ? null : String(steps),
     isBeyond: lag.max_lag_steps !== null && steps > lag.max_lag_steps,
-    text: `lag ${steps}: ${plural(counts.get(steps) || 0, "trajectory").replace("trajectorys", "trajectories")}`,
+    text: `lag ${steps}: ${plural(counts.get(steps) || 0, "use")}`,
   }));
   const mean = sum(lag.counts.map(([steps, number]) => steps * number)) / total;
   const isBounded = lag.max_lag_steps !== null;
@@ -384,29 +384,30 @@ function lagChart(stage, lag) {
     bound: isBounded ? lag.max_lag_steps + 1 : null, boundText: isBounded ? `bound: ${lag.max_lag_steps}` : "",
   });
 }
-function magnitudeChart(stage, title, histogram) {
+function magnitudeChart(stage, title, histogram, limit) {
   const edge = (i) => 10 ** (histogram.lowest + i / histogram.bins_per_decade);
   const superscript = (power) => "10" + String(power).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
   const bars = histogram.counts.map((number, i) => ({
     count: number, isEdge: true, isBeyond: false,
-    label: i % histogram.bins_per_decade ? null : superscript(histogram.lowest + i / histogram.bins_per_decade),
+    label: i === 0 || i % (2 * histogram.bins_per_decade) !== 2 ? null : superscript(histogram.lowest + i / histogram.bins_per_decade),
     text: `${short(edge(i))} to ${short(edge(i + 1))}: ${plural(number, "token")}`,
   }));
   bars.unshift({ count: histogram.num_zero, label: "0", isBeyond: false, text: `exactly equal: ${plural(histogram.num_zero, "token")}` });
   const bad = histogram.num_not_finite ? ` ${histogram.num_not_finite} were not finite!` : "";
   return barChart(`${stage}: ${title}`,
     `Sample of ${plural(histogram.num_values, "token")}; the largest difference is ${short(histogram.max_abs)} nats.${bad}`, bars,
-    { axis: "|log π − log μ|, nats", bound: 1 + (-5 - histogram.lowest) * histogram.bins_per_decade, boundText: "10⁻⁵" });
+    { axis: "|log π − log μ|, nats", bound: limit === null ? null : 1 + (limit - histogram.lowest) * histogram.bins_per_decade,
+      boundText: limit === null ? "" : superscript(limit) });
 }
 function drawHistograms() {
   const names = [...new Set([...Object.keys(data.lag), ...Object.keys(data.histograms)])];
   if (!names.length) return show("histograms", empty("No stage has trained on its own rollouts yet."));
   return show("histograms", names.map((stage) => {
     const found = data.histograms[stage] || {};
-    const titles = { "mismatch/log_ratio": "engine against trainer at lag 0", "ratio/log_ratio": "all trained tokens, any lag" };
+    const kinds = [["mismatch/log_ratio", "engine against trainer", -5], ["ratio/log_ratio", "policy against behaviour", null]];
     return [
       data.lag[stage] && lagChart(stage, data.lag[stage]),
-      ...Object.entries(titles).map(([name, title]) => found[name] && magnitudeChart(stage, title, found[name])),
+      ...kinds.map(([name, title, limit]) => found[name] && magnitudeChart(stage, title, found[name], limit)),
     ].filter(Boolean);
   }));
 }
@@ -481,8 +482,7 @@ function drawList() {
   show("list", found.map((t) => h("button", { type: "button", class: "trajectory", "data-id": t.id, onclick: () => choose(t) },
     h("span", { class: `reward number ${t.bucket}` }, t.reward === null ? "–" : short(t.reward), h("small", {}, h("br"), t.bucket)),
     h("span", {}, `${t.family} · ${t.origin}`),
-    h("small", {}, `${t.outcome} · ${t.num_turns} turn${t.num_turns === 1 ? "" : "s"} · ${t.num_sampled_tokens} sampled` +
-      ` · difficulty ${short(t.difficulty)}` + (t.has_report ? " · ◆" : "")))));
+    h("small", {}, `${t.outcome} · ${plural(t.num_turns, "turn")} · ${t.num_sampled_tokens} sampled` + (t.has_report ? " · ◆" : "")))));
   return choose(found.includes(state.chosen) ? state.chosen : found[0]);
 }
 function choose(trajectory) {
@@ -499,10 +499,10 @@ function drawDetail() {
   const t = state.chosen;
   const uses = t.uses.map((use) => `step ${use.step} of ${use.stage}` + (use.multiplicity > 1 ? ` × ${use.multiplicity}` : ""));
   const chips = [
-    `task ${t.task_id}`, t.outcome, `reward ${short(t.reward)}`,
+    `task ${t.task_id}`, `difficulty ${short(t.difficulty)}`, t.outcome, `reward ${short(t.reward)}`,
     ...Object.entries(t.reward_parts).map(([name, value]) => `${name} ${short(value)}`),
     t.disposition + (t.disposition_reason ? `: ${t.disposition_reason}` : ""), ...uses,
-    `${t.num_tokens} tokens, ${t.num_sampled_tokens} sampled, ${t.num_trained_tokens} trained`, `${short(t.duration_s)} s`,
+    `${t.num_tokens} tokens, ${t.num_sampled_tokens} sampled, ${t.num_trained_tokens} in the train mask`, `${short(t.duration_s)} s`,
     t.tools.length ? `tools: ${t.tools.join(", ")}` : null,
   ].filter(Boolean);
   const views = [["conversation", "Conversation"], ["tokens", "Tokens"]];
@@ -539,7 +539,7 @@ const MODES = {
   advantage: ["Advantage", (tokens) => diverging(tokens, "advantage", "pushed down and pushed up")],
   version: ["Policy version", versionColours],
 };
-const MASK_NAMES = { T: "trained on", s: "sampled, not trained on", ".": "given, not sampled" };
+const MASK_NAMES = { T: "in the train mask", s: "sampled, not in the train mask", ".": "given, not sampled" };
 const MASK_COLOURS = { T: "rgba(38, 166, 91, .38)", s: "rgba(240, 160, 20, .45)", ".": "" };
 
 function maskColours(tokens) {
@@ -601,7 +601,7 @@ function unpack(segment) {
   });
 }
 function visible(text) {
-  const marked = text.replace(/[\u0000-\u0008\u000b-\u001f\u007f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g,
+  const marked = text.replace(/[\u0000-\u0008\u000b-\u001f\u007f\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff]/g,
     (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0")).replace(/\t/g, "⇥").replace(/\n/g, "↵\n");
   return /^ +$/.test(marked) ? "·".repeat(marked.length) : marked;
 }
