@@ -18,3 +18,6 @@ if [ ! -x .venv/bin/python ]; then
 fi
 .venv/bin/python -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt --editable ".[$extras]"
+
+# Where a C++ compiler is found; without one the same results come from eager PyTorch.
+.venv/bin/python -m longarc.models.kernels.build

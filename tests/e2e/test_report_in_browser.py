@@ -1,5 +1,6 @@
 """The report as people see it: opened and clicked through in a real browser, from one file."""
 
+import re
 import shutil
 
 import pytest
@@ -58,6 +59,8 @@ def opened(browser, run):
     watched = Watched(context.new_page())
     watched.page.goto(path.as_uri())
     yield watched
+    text = watched.page.inner_text("main")
+    assert not re.search(r"\b(null|undefined|NaN|Infinity)\b|\[object", text)
     # Whatever a test did: no error, no script but the page's own, nothing fetched.
     assert watched.complaints == []
     assert watched.requests == [path.as_uri()]

@@ -27,17 +27,17 @@ class GlmMoeDsaConfig(Settings):
     """Attention heads."""
     q_lora_rank: int = Field(64, ge=1)
     """Width of the query latent."""
-    kv_lora_rank: int = Field(32, ge=1)
+    kv_lora_rank: int = Field(64, ge=1)
     """Width of the key-value latent, which is what the cache holds."""
-    qk_nope_head_dim: int = Field(24, ge=1)
+    qk_nope_head_dim: int = Field(16, ge=1)
     """Query and key width per head without rotation."""
-    qk_rope_head_dim: int = Field(8, ge=2)
+    qk_rope_head_dim: int = Field(16, ge=2)
     """Query and key width per head with rotation; even."""
     v_head_dim: int = Field(32, ge=1)
     """Value width per head; differs from the key width."""
-    intermediate_size: int = Field(352, ge=1)
+    intermediate_size: int = Field(256, ge=1)
     """Width of a dense feed-forward."""
-    moe_intermediate_size: int = Field(96, ge=1)
+    moe_intermediate_size: int = Field(64, ge=1)
     """Width of one expert."""
     n_routed_experts: int = Field(8, ge=1)
     """Experts a token can be routed to."""
@@ -63,8 +63,8 @@ class GlmMoeDsaConfig(Settings):
     """Epsilon of q_a_layernorm and kv_a_layernorm; None = rms_norm_eps (official); transformers uses 1e-6."""
     max_position_embeddings: int = Field(4096, ge=8)
     """Longest context [tokens]."""
-    initializer_range: float = 0.02
-    """Standard deviation of the initial weights."""
+    initializer_range: float = Field(0.05, gt=0)
+    """Standard deviation of the initial weights; 0.02 in GLM-5, whose width is 48 times the default's."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> Self:

@@ -56,7 +56,7 @@ class Recipe(Settings):
     """Where text becomes ids."""
     engine: EngineConfig = EngineConfig()
     """How completions are sampled."""
-    sinks: list[Literal["tensorboard", "wandb", "mlflow"]] = ["tensorboard"]
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where metrics go besides ``metrics.jsonl``."""
     trainer_threads: int = Field(1, ge=1)
     """Compute threads of the trainer while an engine runs beside it."""

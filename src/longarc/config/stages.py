@@ -14,8 +14,6 @@ class SupervisedConfig(Settings):
 
     num_steps: int = Field(ge=1)
     """Length of the stage [optimizer steps]."""
-    tokens_per_step: int = Field(8192, ge=16)
-    """Tokens in one optimizer step [tokens]."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward and backward [tokens]; more need more memory, results do not change."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -24,6 +22,13 @@ class SupervisedConfig(Settings):
     """Step of the loss-free expert balancing; 1e-3 in DeepSeek-V3 and GLM-4.5, 0 turns it off."""
     checkpoint_every_steps: int = Field(100, ge=1)
     """A crash costs at most this much work [optimizer steps]."""
+
+
+class TextStageConfig(SupervisedConfig):
+    """What pretrain, midtrain and dsa share: packed text."""
+
+    tokens_per_step: int = Field(8192, ge=16)
+    """Tokens in one optimizer step [tokens]."""
 
 
 class CorpusConfig(Settings):
@@ -35,7 +40,7 @@ class CorpusConfig(Settings):
     """Share of tokens from generated copy-rich text (listings, key=value, references)."""
 
 
-class PretrainConfig(SupervisedConfig):
+class PretrainConfig(TextStageConfig):
     """Causal language modelling on real text; trains the tokenizer first."""
 
     kind: Literal["pretrain"] = "pretrain"
@@ -44,9 +49,12 @@ class PretrainConfig(SupervisedConfig):
     """Length of one document [tokens]."""
     corpus: CorpusConfig = CorpusConfig()
     """What is read."""
+    head_from_embedding: bool = True
+    """Whether the output projection starts as a copy of the embedding; both are trained apart. A copied
+    token is then predicted as soon as it is attended to, which a small model learns several times sooner."""
 
 
-class MidtrainConfig(SupervisedConfig):
+class MidtrainConfig(TextStageConfig):
     """Longer context with a raised RoPE base; GLM-5 report, section 2.3."""
 
     kind: Literal["midtrain"] = "midtrain"
@@ -61,7 +69,7 @@ class MidtrainConfig(SupervisedConfig):
     """Share of documents that need their whole length (recall among distractors)."""
 
 
-class DsaConfig(SupervisedConfig):
+class DsaConfig(TextStageConfig):
     """Conversion to sparse attention: indexer warm-up, then sparse training; GLM-5 report, 2.1.1."""
 
     kind: Literal["dsa"] = "dsa"
@@ -95,6 +103,9 @@ class SftConfig(SupervisedConfig):
 
     kind: Literal["sft"] = "sft"
     """Which stage this is."""
+    conversations_per_step: int = Field(32, ge=1)
+    """Demonstrations in one optimizer step [conversations]; what they share at the beginning is computed
+    once."""
     tasks: dict[str, TaskShare]
     """Families and their shares of the conversations."""
     error_frac: float = Field(0.15, ge=0, le=1)
@@ -208,13 +219,7 @@ class EvalConfig(Settings):
 
 
 StageConfig: TypeAlias = Annotated[
-    PretrainConfig
-    | MidtrainConfig
-    | DsaConfig
-    | SftConfig
-    | RlConfig
-    | DistillConfig
-    | EvalConfig,
+    PretrainConfig | MidtrainConfig | DsaConfig | SftConfig | RlConfig | DistillConfig | EvalConfig,
     Field(discriminator="kind"),
 ]
 """Any stage."""

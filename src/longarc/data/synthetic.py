@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from longarc.tokens.words import WORDS
+from longarc.tokens.words import CODE_WORDS, DIRECTORIES, FILE_NAMES, WORDS
 
 
 class CopyTexts:
@@ -76,7 +76,7 @@ class LongRecallTexts:
 
 
 def _path(rng: random.Random) -> str:
-    return "/".join(rng.sample(WORDS, 2))
+    return f"{rng.choice(DIRECTORIES)}/{rng.choice(FILE_NAMES)}"
 
 
 def _sentence(rng: random.Random) -> str:
@@ -92,13 +92,13 @@ def _session(rng: random.Random) -> str:
         lines.append(f"cat {path}")
         path = _path(rng)
         lines.append(f"next: {path}")
-    code = "-".join(rng.sample(WORDS, 2))
+    code = "-".join(rng.choice(words) for words in CODE_WORDS)
     return "\n".join([*lines, f"cat {path}", f"code: {code}", f"code: {code}"])
 
 
 def _listing(rng: random.Random) -> str:
     """A directory and paths into it."""
-    directory, *names = rng.sample(WORDS, rng.randint(2, 6))
+    directory, names = rng.choice(DIRECTORIES), rng.sample(FILE_NAMES, rng.randint(1, 5))
     reads = rng.sample(names, min(2, len(names)))
     return "\n".join([f"ls {directory}", *sorted(names), *(f"cat {directory}/{n}" for n in reads)])
 

@@ -31,8 +31,8 @@ from longarc.config.engine import EngineConfig
 from longarc.engine.sampler import sample
 from longarc.engine.slots import Ids, Slot, SlotTable, common_prefix
 from longarc.errors import ContractError, EngineError, EngineFaultError, LongArcError, boundary
-from longarc.models.hf_weights import load_weights
 from longarc.models.decoder_base import Decoder
+from longarc.models.hf_weights import load_weights
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits, token_logprobs
 from longarc.records.sampling import (

@@ -83,8 +83,11 @@ class Reporter:
 
         values = combine(metrics)
         for sink in self._workers.sinks:
-            sink.write(stage=batch.stage, step=batch.step, values=values)
+            sink.write(stage=batch.stage, step=batch.step + 1, values=values)
         if self._workers.progress is not None:
             self._workers.progress.update(
-                stage=batch.stage, step=batch.step, num_steps=self._num_steps, metrics=metrics
+                stage=batch.stage,
+                step=batch.step + 1,
+                num_steps=self._num_steps,
+                metrics=metrics,
             )

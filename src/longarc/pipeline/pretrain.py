@@ -1,7 +1,11 @@
 """Stage ``pretrain``: a tokenizer from text, then a model from random weights."""
 
+import torch
+
+from longarc.config.model import ModelConfig
 from longarc.config.stages import PretrainConfig
 from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
@@ -28,10 +32,21 @@ async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
             attention="dense",
             router_bias_rate=config.router_bias_rate,
         ),
-        model=build_model(workspace.recipe.model, seed=seed),
+        model=initial_model(
+            workspace.recipe.model, seed=seed, head_from_embedding=config.head_from_embedding
+        ),
         policy_version=0,
         documents=StepDocuments(stream, tokens_per_step=config.tokens_per_step),
     )
+
+
+def initial_model(config: ModelConfig, *, seed: int, head_from_embedding: bool) -> Decoder:
+    """Build the model and draw its weights."""
+    model = build_model(config, seed=seed)
+    if head_from_embedding:
+        with torch.no_grad():
+            model.output_weight.copy_(model.model.embed_tokens.weight)
+    return model
 
 
 def train_tokenizer(workspace: Workspace, config: PretrainConfig) -> None:

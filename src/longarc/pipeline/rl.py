@@ -138,7 +138,7 @@ async def serving(
         attention=loaded.attention,
         seed=workspace.recipe.seed,
     )
-    sandboxes = BwrapBackend()
+    sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
         async with engine:
             yield Serving(

@@ -83,10 +83,5 @@ class _StepConversations:
             yield Document(token_ids=document.token_ids, train_mask=document.train_mask)
 
     def _take(self) -> list[Document]:
-        taken: list[Document] = []
-        num_tokens = 0
-        while num_tokens < self._config.tokens_per_step:
-            taken.append(next(self._reader))
-            num_tokens += len(taken[-1].token_ids)
         self._next_step += 1
-        return taken
+        return [next(self._reader) for _ in range(self._config.conversations_per_step)]

@@ -89,8 +89,8 @@ class Observation:
             Metric("loss/rejected_frac", self._num_rejected, num_tokens),
             Metric("grad/norm", facts.grad_norm),
             Metric("policy/entropy_nats", float(self._column("entropy").sum()), num_tokens),
-            Metric("lag/mean_steps", float(lag.sum()), num_tokens),
-            Metric("lag/max_steps", float(lag.max()), reduce="max"),
+            Metric("lag/mean_token_steps", float(lag.sum()), num_tokens),
+            Metric("lag/max_token_steps", float(lag.max()), reduce="max"),
             Metric("train/lr", facts.lr),
             Metric("train/num_tokens", num_tokens, reduce="sum"),
             Metric("train/tokens_per_s", num_tokens, facts.elapsed_s),
@@ -161,7 +161,7 @@ def _reward_metrics(batch: Batch) -> list[Metric]:
             if trajectory.reward is not None:
                 rewards[trajectory.family].append(trajectory.reward)
     return [
-        Metric(f"reward/{family}", sum(values), len(values))
+        Metric(f"train/reward/{family}", sum(values), len(values))
         for family, values in sorted(rewards.items())
     ]
 

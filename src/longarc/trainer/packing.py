@@ -70,34 +70,12 @@ class MicroBatch:
     """Position of the target in its sequence."""
 
 
-def pack_documents(documents: Sequence[Document], *, micro_batch_tokens: int) -> list[MicroBatch]:
-    """Lay documents end to end, longest first into the first micro-batch with room.
-
-    Tokens after a document's last target predict nothing that is trained and are left out;
-    documents without any target are left out whole.
-
-    Raises:
-        ConfigError: a document is longer than ``micro_batch_tokens``.
-    """
-    sequences = _sequences(documents, micro_batch_tokens)
-    bins: list[list[_Sequence]] = []
-    room: list[int] = []
-    for sequence in sorted(sequences, key=lambda s: -len(s.inputs)):
-        fit = next((i for i, free in enumerate(room) if free >= len(sequence.inputs)), None)
-        if fit is None:
-            bins.append([])
-            room.append(micro_batch_tokens)
-            fit = len(bins) - 1
-        bins[fit].append(sequence)
-        room[fit] -= len(sequence.inputs)
-    return [_lay_out_separately(members) for members in bins]
-
-
 def pack_shared(documents: Sequence[Document], *, micro_batch_tokens: int) -> list[MicroBatch]:
     """Lay out sequences in their order, computing what they share at the beginning once.
 
     Sequences of one group should follow each other: a shared beginning is computed once for each
-    micro-batch that needs it. Left out is the same as in :func:`pack_documents`.
+    micro-batch that needs it. Tokens after a sequence's last target predict nothing that is trained
+    and are left out; sequences without any target are left out whole.
 
     Raises:
         ConfigError: a sequence is longer than ``micro_batch_tokens``.
@@ -164,12 +142,6 @@ def _num_new_tokens(sequence: _Sequence, members: Sequence[_Sequence]) -> int:
     """
     shared = max((_common_prefix(sequence.inputs, m.inputs) for m in members), default=0)
     return len(sequence.inputs) - max(0, shared - (MIN_SHARED_TOKENS - 1))
-
-
-def _lay_out_separately(members: Sequence[_Sequence]) -> MicroBatch:
-    forest = _Forest()
-    rows = [forest.add(member.inputs, parent=None)[1] for member in members]
-    return _micro_batch(forest, members, rows)
 
 
 def _lay_out_as_forest(members: Sequence[_Sequence]) -> MicroBatch:

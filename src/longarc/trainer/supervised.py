@@ -18,7 +18,7 @@ from longarc.records.metric import Metric
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.freeze import is_indexer, train_only
 from longarc.trainer.optim import MuonAdamW
-from longarc.trainer.packing import Document, MicroBatch, pack_documents
+from longarc.trainer.packing import Document, MicroBatch, pack_shared
 from longarc.trainer.update import (
     clip_gradients,
     divide_gradients,
@@ -93,7 +93,7 @@ class SupervisedTrainer:
         """
         started_s = self._clock()
         settings = self._settings
-        micro_batches = pack_documents(documents, micro_batch_tokens=settings.micro_batch_tokens)
+        micro_batches = pack_shared(documents, micro_batch_tokens=settings.micro_batch_tokens)
         if not micro_batches:
             raise ContractError(
                 f"none of the {len(documents)} documents of step {self.step_index} has a trained token"

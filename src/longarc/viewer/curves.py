@@ -203,7 +203,7 @@ def headline(rows: Sequence[MetricRow], kind: str) -> dict[str, Any] | None:
             width = max(1, int(len(values) * _END_FRAC))
             return {
                 "label": label,
-                "metric": name,
+                "hint": f"{name}: mean of the first and of the last tenth of the steps",
                 "first": short(_mean(values[:width])),
                 "last": short(_mean(values[-width:])),
                 "is_share": name.startswith("success/"),

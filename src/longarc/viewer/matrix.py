@@ -46,6 +46,7 @@ def matrix(name: str, cells: Sequence[Mapping[str, Any]], order: Sequence[str]) 
     columns = {family: _column(family, stages, newest) for family in families}
     return {
         "name": name,
+        "num_tasks": max((cell["num_tasks"] for cell in newest.values()), default=0),
         "stages": stages,
         "families": families,
         "rows": [[columns[family][stage] for family in families] for stage in stages],
@@ -54,6 +55,28 @@ def matrix(name: str, cells: Sequence[Mapping[str, Any]], order: Sequence[str]) 
         "num_rollouts": sum(cell["num_excluded"] + cell["num_graded"] for cell in newest.values()),
         "elapsed_s": sum(cell.get("elapsed_s", 0.0) for cell in newest.values()),
         "difficulty": [_difficulty(family, stages, newest) for family in families],
+    }
+
+
+def evaluation_headline(
+    cells: Sequence[Mapping[str, Any]], order: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return mean success over families of the first and of the last stage; None where there is none."""
+    rates: dict[str, list[float]] = {}
+    whole = matrix("", cells, order)
+    for stage, entries in zip(whole["stages"], whole["rows"], strict=True):
+        found = [entry["rate"] for entry in entries if entry and entry["rate"] is not None]
+        if found:
+            rates[stage] = found
+    if not rates:
+        return None
+    first, last = next(iter(rates)), next(reversed(rates))
+    return {
+        "label": "success",
+        "hint": f"mean over families: weights of {first}, then of {last}",
+        "first": short(sum(rates[first]) / len(rates[first])),
+        "last": short(sum(rates[last]) / len(rates[last])),
+        "is_share": True,
     }
 
 

@@ -14,6 +14,7 @@ from longarc.runs.files import read_json_lines
 from longarc.runs.metrics import MetricRow
 from longarc.runs.reader import StepRow, TrajectoryRow
 from longarc.viewer.curves import headline
+from longarc.viewer.matrix import evaluation_headline
 
 EVENTS = "events.jsonl"
 _WEIGHTS = "model.safetensors"
@@ -126,7 +127,11 @@ def stage_facts(
                 "num_trained_tokens": _trained_tokens(rows, steps.get(name, ())),
                 "num_sampled_tokens": sum(t.num_sampled_tokens for t in trajectories.get(name, ())),
                 "num_trajectories": len(trajectories.get(name, ())),
-                "headline": headline(rows, kind),
+                "headline": (
+                    evaluation_headline(cells.get(name, ()), list(recipe_stages))
+                    if kind == "eval"
+                    else headline(rows, kind)
+                ),
                 "max_lag_steps": (config.get("loop") or {}).get("max_lag_steps"),
             }
         )

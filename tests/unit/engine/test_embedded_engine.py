@@ -14,18 +14,26 @@ from longarc.models.projection import token_logprobs
 from longarc.records.sampling import SampledTokens, Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
 
-NANO = GlmMoeDsaConfig(vocab_size=64, index_topk=16, max_position_embeddings=256, initializer_range=0.2)
-LLAMA = LlamaConfig(vocab_size=64, hidden_size=48, max_position_embeddings=256, initializer_range=0.2)
+NANO = GlmMoeDsaConfig(
+    vocab_size=64, index_topk=16, max_position_embeddings=256, initializer_range=0.2
+)
+LLAMA = LlamaConfig(
+    vocab_size=64, hidden_size=48, max_position_embeddings=256, initializer_range=0.2
+)
 
 
 def make_engine(config=NANO, *, seed=0, context=160, **settings) -> EmbeddedEngine:
     settings = {"num_slots": 8, "max_running": 4, "max_prefill_tokens": 32, **settings}
-    return EmbeddedEngine(build_model(config, seed=seed), EngineConfig(**settings), max_context_tokens=context)
+    return EmbeddedEngine(
+        build_model(config, seed=seed), EngineConfig(**settings), max_context_tokens=context
+    )
 
 
 async def complete(engine, prompt, *, session="s", **sampling) -> list[SampledTokens]:
     sampling = {"max_new_tokens": 12, "seed": 5, **sampling}
-    return [piece async for piece in engine.stream(prompt, Sampling(**sampling), session_id=session)]
+    return [
+        piece async for piece in engine.stream(prompt, Sampling(**sampling), session_id=session)
+    ]
 
 
 def ids_of(pieces):
@@ -47,7 +55,9 @@ async def test_reported_logprobs_are_the_ones_a_trainer_computes(config):
     prompt = list(range(1, 41))
     async with make_engine(config) as engine:
         pieces = await complete(engine, prompt, temperature=0.7, max_new_tokens=40)
-    expected = trainer_logprobs(build_model(config, seed=0), prompt + ids_of(pieces), temperature=0.7)
+    expected = trainer_logprobs(
+        build_model(config, seed=0), prompt + ids_of(pieces), temperature=0.7
+    )
     torch.testing.assert_close(
         torch.tensor(logprobs_of(pieces)), expected[len(prompt) - 1 :].detach(), rtol=0, atol=1e-5
     )

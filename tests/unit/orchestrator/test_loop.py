@@ -440,7 +440,7 @@ def test_progress_is_told_and_an_engine_that_does_not_answer_costs_only_its_metr
 
     stage.engine.health = health
     assert run_virtual(stage.run()).is_complete
-    assert stage.progress.steps == [(STAGE, 0, 2), (STAGE, 1, 2)]
+    assert stage.progress.steps == [(STAGE, 1, 2), (STAGE, 2, 2)]
     assert "throughput/sampled_tokens_per_s" not in stage.sink.values[-1]
 
 

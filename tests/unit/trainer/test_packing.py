@@ -4,7 +4,7 @@ import pytest
 
 from longarc.errors import ConfigError, ContractError
 from longarc.models.layout import Span
-from longarc.trainer.packing import Document, pack_documents, pack_shared
+from longarc.trainer.packing import Document, pack_shared
 
 PROMPT = tuple(range(100, 120))
 
@@ -57,16 +57,9 @@ def test_a_common_beginning_that_is_too_short_to_share_still_counts_against_the_
             assert batch.layout.num_tokens <= budget
 
 
-def test_documents_fill_micro_batches_longest_first():
-    documents = [Document(token_ids=range(n + 1)) for n in (30, 70, 40, 60)]
-    batches = pack_documents(documents, micro_batch_tokens=100)
-    assert [batch.layout.num_tokens for batch in batches] == [100, 100]
-
-
 def test_documents_without_a_target_are_left_out():
     silent = Document(token_ids=(1, 2, 3), train_mask=(True, False, False))
-    assert pack_documents([silent, Document(token_ids=(1,))], micro_batch_tokens=10) == []
-    assert pack_shared([silent], micro_batch_tokens=10) == []
+    assert pack_shared([silent, Document(token_ids=(1,))], micro_batch_tokens=10) == []
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused_with_both_numbers():

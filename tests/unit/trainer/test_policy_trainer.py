@@ -238,8 +238,8 @@ def test_mismatch_is_measured_on_fresh_tokens_only_and_lag_on_all(tmp_path):
     old = random_batch(seed=2, num_groups=1, version=1)
     report = trainer.take_step(make_batch([*fresh.groups, *old.groups], version=3))
     values = combine(report.metrics)
-    assert values["lag/max_steps"] == 2
-    assert 0 < values["lag/mean_steps"] < 2
+    assert values["lag/max_token_steps"] == 2
+    assert 0 < values["lag/mean_token_steps"] < 2
     num_fresh = sum(t.num_trained_tokens for t in fresh.groups[0].trajectories)
     assert len(report.histograms["mismatch/log_ratio"]) == num_fresh
     assert set(report.histograms["lag/steps"]) == {0.0, 2.0}
@@ -253,8 +253,8 @@ def test_mismatch_is_measured_on_fresh_tokens_only_and_lag_on_all(tmp_path):
 def test_a_report_has_rewards_by_family_entropy_and_throughput(tmp_path):
     report = make_trainer(tmp_path).take_step(random_batch(families=("math", "code")))
     values = combine(report.metrics)
-    assert 0 <= values["reward/math"] <= 1
-    assert 0 <= values["reward/code"] <= 1
+    assert 0 <= values["train/reward/math"] <= 1
+    assert 0 <= values["train/reward/code"] <= 1
     assert 0 < values["policy/entropy_nats"] < math.log(64)
     assert (
         values["train/tokens_per_s"] == report.num_trained_tokens

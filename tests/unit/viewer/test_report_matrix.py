@@ -1,6 +1,6 @@
 import pytest
 
-from longarc.viewer.matrix import matrix
+from longarc.viewer.matrix import evaluation_headline, matrix
 from report_cases import make_cell
 
 ORDER = ["a", "b", "c", "d"]
@@ -71,3 +71,15 @@ def test_difficulties_are_ordered_as_numbers():
     (found,) = matrix("eval", [make_cell("a", "files", 20)], ORDER)["difficulty"]
     assert found["levels"] == ["3", "10"]
     assert found["rows"] == [[[20, 60], [0, 4]]]
+
+
+def test_an_evaluation_is_summed_up_by_its_first_and_last_stage():
+    cells = [
+        make_cell("c", "files", 80, num_graded=100),
+        make_cell("a", "files", 20, num_graded=100),
+        make_cell("a", "format", 40, num_graded=100),
+        make_cell("d", "files", 0, num_graded=0),
+    ]
+    found = evaluation_headline(cells, ORDER)
+    assert (found["first"], found["last"]) == (0.3, 0.8)
+    assert evaluation_headline([], ORDER) is None

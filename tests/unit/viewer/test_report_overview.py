@@ -1,10 +1,11 @@
 import pytest
 
 from longarc.runs.directory import RunDirectory
+from longarc.runs.files import json_document, write_atomically
 from longarc.runs.metrics import JsonLinesSink
 from longarc.viewer.overview import num_parameters_in, stage_times
 from longarc.viewer.report import report_data
-from report_cases import RECIPE, Clock, finish, supervised
+from report_cases import RECIPE, Clock, finish, make_cell, supervised
 
 
 class SetClock:
@@ -76,6 +77,29 @@ def test_stages_are_done_running_stopped_or_waiting(run, clock):
     run.close()
     found = statuses(RunDirectory.look(run.path))
     assert (found["sft"], found["distill"]) == ("stopped", "waiting")
+
+
+def test_an_evaluation_asked_for_later_stands_behind_the_recipes_stages(run):
+    cells = [make_cell(stage, "files", 3) for stage in ("sft", "distill")]
+    directory = run.stage("eval-65").path
+    directory.mkdir(parents=True)
+    write_atomically(directory / "results.json", json_document({"cells": cells}))
+    data = report_data(run)
+    added = data["stages"][-1]
+    assert (added["name"], added["status"], added["elapsed_s"]) == ("eval-65", "done", 4.0)
+    assert [(e["name"], e["num_tasks"]) for e in data["evaluations"]] == [("eval-65", 65)]
+
+
+def test_an_evaluation_that_was_cut_off_is_not_done(run):
+    directory = run.stage("eval").path
+    directory.mkdir(parents=True)
+    cells = [make_cell("sft", "files", 3)]
+    write_atomically(directory / "results.json", json_document({"cells": cells}))
+    run.close()
+    look = RunDirectory.look(run.path)
+    assert statuses(look)["eval"] == "stopped"
+    (stage,) = [s for s in report_data(look)["stages"] if s["name"] == "eval"]
+    assert (stage["num_steps"], stage["num_planned_steps"]) == (1, 6)
 
 
 def test_a_stage_whose_result_is_damaged_says_so(run):

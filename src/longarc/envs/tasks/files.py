@@ -34,7 +34,7 @@ from longarc.records.outcome import Outcome
 from longarc.records.ports import Env, PolicyClient, SandboxBackend, SandboxSpec
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
-from longarc.tokens.words import WORDS
+from longarc.tokens.words import CODE_WORDS, DIRECTORIES, FILE_IDS, FILE_NAMES
 
 _KINDS: Final = ("next", "dir", "find")
 
@@ -78,12 +78,16 @@ class FilesSettings(FamilySettings):
     @model_validator(mode="after")
     def _words_suffice(self) -> Self:
         max_hops = max(self.train_hops[1], self.test_hops[1], self.expert_hops[1])
-        needed = self.num_directories + 3 * max_hops + 2 * self.num_distractors
-        if needed > len(WORDS) - 1:
-            raise ValueError(
-                f"{self.num_directories} directories, {max_hops} hops and {self.num_distractors} "
-                f"distractors need {needed} different names, there are {len(WORDS) - 1}"
-            )
+        for what, needed, names in (
+            ("directories", self.num_directories + max_hops, DIRECTORIES),
+            ("file names", max_hops + self.num_distractors + 1, FILE_NAMES),
+            ("file ids", max_hops + self.num_distractors, FILE_IDS),
+        ):
+            if needed > len(names):
+                raise ValueError(
+                    f"{self.num_directories} directories, {max_hops} hops and {self.num_distractors} "
+                    f"distractors need {needed} different {what}, there are {len(names)}"
+                )
         return self
 
 
@@ -175,18 +179,18 @@ class Files:
             for _ in range(num_hops)
         ]
         num_files = num_hops + self.settings.num_distractors
-        words = rng.sample(WORDS, self.settings.num_directories + num_hops + 2 * num_files)
-        shared = [words.pop() for _ in range(self.settings.num_directories)]
-
+        names, ids = rng.sample(FILE_NAMES, num_files), rng.sample(FILE_IDS, num_files)
+        directories = rng.sample(DIRECTORIES, self.settings.num_directories + num_hops)
+        shared = [directories.pop() for _ in range(self.settings.num_directories)]
         decoys = [_code(rng, other_than=code) for _ in range(self.settings.num_distractors)]
 
         files: dict[str, str] = {}
         pointer = f"code: {code}"
         steps: tuple[str, ...] = ()
         for kind in reversed(kinds):  # from the code back to the start
-            directory = words.pop() if kind == "dir" else rng.choice(shared)
-            path = f"{directory}/{words.pop()}"
-            file_id = words.pop()
+            directory = directories.pop() if kind == "dir" else rng.choice(shared)
+            path = f"{directory}/{names.pop()}"
+            file_id = ids.pop()
             files[path] = f"id={file_id}\n{pointer}\n" if kind == "find" else f"{pointer}\n"
             target = {"next": path, "dir": directory, "find": file_id}[kind]
             pointer = f"{kind}: {target}"
@@ -199,7 +203,7 @@ class Files:
 
         on_trail = sorted(files)
         for number in range(self.settings.num_distractors):
-            path = f"{rng.choice(shared)}/{words.pop()}"
+            path = f"{rng.choice(shared)}/{names.pop()}"
             is_end = number < 2 or rng.random() < 0.3
             text = (
                 f"code: {decoys[number % len(decoys)]}"
@@ -207,7 +211,7 @@ class Files:
                 else f"next: {rng.choice(on_trail)}"
             )
             has_id = rng.random() < 0.3
-            files[path] = f"id={words.pop()}\n{text}\n" if has_id else f"{text}\n"
+            files[path] = f"id={ids.pop()}\n{text}\n" if has_id else f"{text}\n"
         return Trail(pointer=pointer, files=files, steps=steps, code=code, num_hops=num_hops)
 
 
@@ -249,8 +253,8 @@ def _opening(trail: Trail) -> tuple[Message, ...]:
 
 
 def _code(rng: random.Random, *, other_than: str = "") -> str:
-    """Two words; a guess is right once in 16,000."""
-    while (code := "-".join(rng.sample(WORDS, 2))) == other_than:
+    """Two words; a guess is right once in 462."""
+    while (code := "-".join(rng.choice(words) for words in CODE_WORDS)) == other_than:
         pass
     return code
 
@@ -278,7 +282,7 @@ def _mistake(
         wrong = f"cat {rng.choice(sorted(p for p in files if p not in command))}"
     else:
         taken = {name for path in files for name in path.split("/")}
-        free = rng.choice([word for word in WORDS if word not in taken])
+        free = rng.choice([name for name in FILE_NAMES if name not in taken])
         wrong = f"cat {rng.choice(sorted(files)).split('/')[0]}/{free}"
     return _exchange(wrong, files, call_id=call_id)
 

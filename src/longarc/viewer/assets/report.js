@@ -22,7 +22,7 @@ const s = (tag, attributes = {}, ...children) => fill(document.createElementNS(S
 const show = (id, ...children) => byId(id).replaceChildren(...children.flat(Infinity));
 const empty = (text) => h("p", { class: "empty" }, text);
 
-function tabs(id, labels, choose) {
+function tabs(id, labels, choose, start = 0) {
   const buttons = labels.map((label, index) => h("button", {
     role: "tab", type: "button", "aria-selected": "false", "data-tab": label, onclick: () => select(index),
   }, label));
@@ -31,7 +31,7 @@ function tabs(id, labels, choose) {
     choose(index);
   }
   show(id, buttons);
-  if (buttons.length) select(0);
+  if (buttons.length) select(start);
 }
 
 // ------------------------------------------------------------------ numbers for people
@@ -142,7 +142,7 @@ function drawArc() {
 }
 function result(headline) {
   const text = (value) => (value !== null && headline.is_share ? percent(value, 0) : short(value));
-  return h("p", { class: "result number", ...hint(`${headline.metric}: mean of the first and the last tenth of the steps`) },
+  return h("p", { class: "result number", ...hint(headline.hint) },
     `${headline.label} ${text(headline.first)} → ${text(headline.last)}`);
 }
 
@@ -282,11 +282,13 @@ function drawEvaluation() {
     show("difficulty", []);
     return;
   }
-  tabs("evaluation-tabs", data.evaluations.map((evaluation) => evaluation.name), (index) => {
+  const sizes = data.evaluations.map((evaluation) => evaluation.num_tasks);
+  const labels = data.evaluations.map((evaluation, i) => `${evaluation.name}: ${count(sizes[i])} tasks a cell`);
+  tabs("evaluation-tabs", labels, (index) => {
     const evaluation = data.evaluations[index];
     show("matrix", matrixTable(evaluation), matrixLegend(evaluation));
     show("difficulty", evaluation.difficulty.map(difficultyTable));
-  });
+  }, sizes.indexOf(Math.max(...sizes)));
 }
 function matrixTable(evaluation) {
   const kept = evaluation.kept.map((share) => h("td", {},

@@ -128,7 +128,7 @@ def test_a_negative_cursor_is_refused(kind):
 @pytest.mark.parametrize(
     ("family", "fingerprint"),
     [
-        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "112cd83bcb88e391"),
+        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "eb3ed93a1c2621d8"),
         (Format(num_words=(3, 5)), "b87d15205e1f64fd"),
         (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "06f8eeeb1052dd89"),
     ],

@@ -180,7 +180,7 @@ def test_code_words_of_the_test_split_never_occur_in_training():
         ({"test_hop": (3, 5)}, "did you mean 'test_hops'"),
         ({"test_hops": (5, 3)}, "low <= high"),
         ({"test_hops": (0, 3)}, "test_hops"),
-        ({"num_distractors": 60}, "need 138 different names"),
+        ({"num_distractors": 60}, "need 66 different file names"),
         ({"indirect_frac": 1.5}, "indirect_frac"),
         ({"zzz": 1}, "known:"),
     ],

@@ -201,7 +201,7 @@ inline void mla_attend_row(const MlaShape& shape, const MlaLayer& layer, const R
     const int64_t num_keys = rows.positions[row] + 1;
     const float* latents = layer.latents + start * dim;
     int64_t num_seen = num_keys;
-    s.chosen.resize(std::max<int64_t>(s.chosen.size(), std::max(num_keys, shape.index_topk) + 1));
+    s.chosen.resize(std::max<int64_t>(s.chosen.size(), std::max(num_keys, shape.index_topk) + LANES));
     if (shape.is_sparse && num_keys > shape.index_topk) {
         if (int64_t(s.scores.size()) < num_keys + LANES) s.scores.resize(num_keys + LANES);
         index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,

@@ -1,6 +1,8 @@
 // The lightning indexer's two inner loops: the score of every visible key, and the choice of the best.
 #pragma once
 
+#include <algorithm>
+
 #include "rows.h"
 
 namespace longarc {
@@ -43,7 +45,7 @@ LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, 
 
 // Writes the num_chosen best positions in ascending order: score descending, then smaller position.
 // Turns `scores`, which has room for whole blocks, into integers of the same order. Needs num_chosen <= num_keys
-// and room for one more in `chosen`.
+// and room for LANES more in `chosen`.
 LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_t num_chosen, int32_t* chosen) {
     int32_t* order = reinterpret_cast<int32_t*>(scores);
     const int64_t padded = round_up(num_keys, LANES);
@@ -71,28 +73,49 @@ LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_
             std::memcpy(&bits, order + i, sizeof bits);
             counts -= bits >= at_least;
         }
-        int64_t count = 0;
-        for (int i = 0; i < LANES; i++) count += counts[i];
-        return count;
+        int32_t lane[LANES];
+        std::memcpy(lane, &counts, sizeof lane);
+        for (int width = LANES / 2; width > 0; width /= 2)
+            for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+        return int64_t(lane[0]);
     };
     // The largest bound that at least num_chosen keys reach; every such bound between two scores is as good.
+    // Guesses go where evenly spread scores would put it, every third one to the middle, which bounds the search.
     const int64_t highest = high++;
-    int64_t reached = num_keys;
-    while (high - low > 1 && reached != num_chosen) {
-        const int64_t middle = low + (high - low) / 2;
-        const int64_t count = count_from(middle);
+    int64_t reached = num_keys, beyond = 0;  // keys from `low` on, keys from `high` on
+    for (int guess = 1; high - low > 1 && reached != num_chosen; guess++) {
+        const double share = guess % 3 ? (reached - num_chosen + 0.5) / (reached - beyond) : 0.5;
+        const int64_t bound = std::min(std::max(low + int64_t((high - low) * share), low + 1), high - 1);
+        const int64_t count = count_from(bound);
         if (count >= num_chosen)
-            low = middle, reached = count;
+            low = bound, reached = count;
         else
-            high = middle;
+            high = bound, beyond = count;
     }
     int64_t ties = reached == num_chosen ? num_chosen : num_chosen - (low < highest ? count_from(low + 1) : 0);
-    for (int64_t i = 0, n = 0; n < num_chosen; i++) {
-        const bool tie = order[i] == low, take = order[i] > low || (tie && ties > 0);
+    const int32_t bound = int32_t(low);
+    int64_t n = 0;
+#if defined(__AVX512F__)
+    __m512i position = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int64_t i = 0; n < num_chosen; i += LANES, position = _mm512_add_epi32(position, _mm512_set1_epi32(LANES))) {
+        const __m512i keys = _mm512_loadu_si512(order + i);
+        const __mmask16 better = _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(bound));
+        unsigned tied = _mm512_cmpeq_epi32_mask(keys, _mm512_set1_epi32(bound));
+        while (__builtin_popcount(tied) > ties) tied &= ~(1u << (31 - __builtin_clz(tied)));
+        ties -= __builtin_popcount(tied);
+        const __mmask16 taken = __mmask16(better | tied);
+        _mm512_storeu_si512(chosen + n, _mm512_maskz_compress_epi32(taken, position));
+        n += __builtin_popcount(taken);
+    }
+#else
+    for (int64_t i = 0; n < num_chosen; i++) {
+        // Without branches: which keys win is hard to predict.
+        const int64_t tie = order[i] == bound, take = (order[i] > bound) | (tie & (ties > 0));
         ties -= tie;
         chosen[n] = int32_t(i);
         n += take;
     }
+#endif
 }
 
 }  // namespace longarc

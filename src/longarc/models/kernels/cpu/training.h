@@ -44,7 +44,7 @@ inline void select_run(const SelectShape& shape, const Runs& runs, const Run& ru
     const int64_t* rows = runs.key_rows + run.first_key;
     const int64_t last = run.num_keys(), topk = shape.topk;
     std::vector<float> blocked(round_up(last, LANES) * shape.dim), scores(round_up(last, LANES));
-    std::vector<int32_t> chosen(topk + 1);
+    std::vector<int32_t> chosen(topk + LANES);
     if (last > topk)
         for (int64_t j = 0; j < last; j++) write_blocked(blocked.data(), j, keys + rows[j] * shape.dim, shape.dim);
     for (int64_t i = 0; i < run.num_queries; i++) {

@@ -32,7 +32,7 @@ inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) =
 inline Vec splat(float value) { return value - Vec{}; }
 
 #if defined(__AVX512F__)
-// The one place where intrinsics pay: rows whose width is no multiple of LANES.
+// Intrinsics only where they pay: here, for rows whose width is no multiple of LANES.
 inline Vec load_first(const float* from, int count) {
     return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
 }

@@ -1,0 +1,156 @@
+"""The product as a user meets it: the whole arc by command line, then everything that is done with a run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from longarc.runs.checkpoint import file_sha256
+from longarc.runs.directory import RunDirectory
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "smoke.toml"
+SUPERVISED = ("pretrain", "midtrain", "dsa", "sft")
+
+
+def longarc(*arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "longarc.cli.main", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def output_of(*arguments: object, expect: int = 0) -> str:
+    process = longarc(*arguments)
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == expect, output
+    return output
+
+
+def wait_until(condition, process: "subprocess.Popen[str]") -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("arc") / "run"
+    output_of("run", RECIPE, "--run-dir", run_dir)
+    return run_dir
+
+
+def final_weights(run_dir: Path, stage: str) -> str:
+    final = RunDirectory.look(run_dir).stage(stage).final()
+    assert final is not None
+    return file_sha256(final / "model.safetensors")
+
+
+def test_every_stage_leaves_a_checkpoint_and_the_report_is_written(finished):
+    run = RunDirectory.look(finished)
+    stages = [name for name in run.recipe()["stages"] if name != "eval"]
+    assert all(run.stage(name).final() is not None for name in stages)
+    assert (finished / "report.html").stat().st_size > 10_000
+
+
+def test_the_ledger_keeps_every_promise(finished):
+    assert "every promise holds" in output_of("runs", "audit", finished)
+
+
+def test_the_evaluation_covers_every_family_at_every_asked_checkpoint(finished):
+    results = orjson.loads((finished / "stages" / "eval" / "results.json").read_bytes())
+    cells = {(cell["stage"], cell["family"]) for cell in results["cells"]}
+    assert cells == {(s, f) for s in ("sft", "distill") for f in ("files", "reasoning", "format")}
+    assert all(cell["num_excluded"] == 0 for cell in results["cells"])
+
+
+@pytest.mark.parametrize("where", ["agentic_rl:3", "distill:1"])
+def test_a_recorded_step_taken_again_gives_bit_identical_weights(finished, where):
+    assert "bit-identical" in output_of("run", RECIPE, "--run-dir", finished, "--replay", where)
+
+
+def test_a_run_that_was_killed_and_resumed_ends_with_the_same_supervised_weights(
+    finished, tmp_path
+):
+    run_dir = tmp_path / "run"
+    for stage, checkpoint in (
+        ("pretrain", "step-000004"),
+        ("dsa", "step-000002"),
+        ("sft", "step-000004"),
+    ):
+        arguments = [
+            "run",
+            RECIPE,
+            "--run-dir",
+            run_dir,
+            *(["--resume"] if run_dir.exists() else []),
+        ]
+        process = longarc(*arguments)
+        wanted = run_dir / "stages" / stage / "checkpoints" / checkpoint
+        wait_until(wanted.exists, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    process = longarc("run", RECIPE, "--run-dir", run_dir, "--resume")
+    ledger_steps = run_dir / "stages" / "agentic_rl" / "checkpoints" / "step-000002"
+    wait_until(ledger_steps.exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+    output_of("run", RECIPE, "--run-dir", run_dir, "--resume")
+    assert "every promise holds" in output_of("runs", "audit", run_dir)
+    for stage in SUPERVISED:
+        assert final_weights(run_dir, stage) == final_weights(finished, stage), stage
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    run_dir = tmp_path / "run"
+    process = longarc("run", RECIPE, "--run-dir", run_dir)
+    wait_until((run_dir / "stages" / "pretrain" / "checkpoints" / "step-000004").exists, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume" in output
+
+
+def test_what_was_trained_can_be_chatted_with_and_the_session_is_in_the_ledger(finished):
+    import openai
+
+    process = longarc("serve", finished, "--port", "0", "--api-key", "secret")
+    try:
+        line = process.stdout.readline()
+        assert "base_url=" in line, line
+        base_url = line.split("base_url=")[1].split()[0]
+        client = openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0)
+        tool = {
+            "type": "function",
+            "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}},
+        }
+        answer = client.chat.completions.create(
+            model="any",
+            messages=[{"role": "user", "content": "Find the code."}],
+            tools=[tool],
+            max_tokens=16,
+        )
+        assert answer.usage.completion_tokens > 0
+        client.close()
+    finally:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    with RunDirectory.look(finished).read_ledger() as ledger:
+        (row,) = ledger.rows(stage="serve")
+    assert row.disposition == "served"
+    shown = output_of("runs", "show", finished, row.id)
+    assert str(answer.usage.prompt_tokens) in shown or "assistant" in shown
+    assert "every promise holds" in output_of("runs", "audit", finished)
