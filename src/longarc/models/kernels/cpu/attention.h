@@ -170,8 +170,6 @@ struct Gathered {
             blocked.resize(padded * stride);
             rows.resize(padded * stride);
         }
-        for (int64_t j = 0; j < num; j++)
-            for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(table + index[j] * table_stride + d);
         for (int64_t j = 0; j < num; j++) {
             const float* from = table + index[j] * table_stride;
             over_vectors(dim, [&](int64_t d, int count) { store(&rows[j * stride + d], load_upto(from + d, count)); });

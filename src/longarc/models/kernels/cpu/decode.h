@@ -63,10 +63,17 @@ struct MlaShape {
     float eps, latent_eps, index_eps, scale, index_scale;
 };
 
+// The positions that one row attends to, ascending.
+struct SeenKeys {
+    std::vector<int32_t> positions;
+    int64_t num;
+};
+
 struct ChunkScratch {
     Scratch x, normed, projected, query, attended, merged, gate_up, activated, logits, weights, slots, index;
     std::vector<int32_t> chosen;
     std::vector<float> scores;
+    SeenKeys seen[2];
     AttendScratch attend;
     Gathered gathered;
 };
@@ -194,27 +201,27 @@ inline void mla_project(const MlaShape& shape, const MlaLayer& layer, const Rows
     }
 }
 
-inline void mla_attend_row(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
-                           const float* query, const float* index_query, const float* index_weights, float* out,
-                           ChunkScratch& s) {
+// Finds what a row attends to and begins to fetch it.
+inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
+                    const float* index_query, const float* index_weights, SeenKeys& seen,
+                    std::vector<float>& scores) {
     const int64_t dim = shape.latent + shape.rope, start = rows.slots[row] * rows.max_length;
     const int64_t num_keys = rows.positions[row] + 1;
-    const float* latents = layer.latents + start * dim;
-    int64_t num_seen = num_keys;
-    s.chosen.resize(std::max<int64_t>(s.chosen.size(), std::max(num_keys, shape.index_topk) + LANES));
+    const int64_t room = std::max(num_keys, shape.index_topk) + LANES;
+    if (int64_t(seen.positions.size()) < room) seen.positions.resize(room);
     if (shape.is_sparse && num_keys > shape.index_topk) {
-        if (int64_t(s.scores.size()) < num_keys + LANES) s.scores.resize(num_keys + LANES);
+        if (int64_t(scores.size()) < room) scores.resize(room);
         index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
-                     layer.index_keys + start * shape.index_dim, num_keys, s.scores.data());
-        num_seen = shape.index_topk;
-        choose_best(s.scores.data(), num_keys, num_seen, s.chosen.data());
+                     layer.index_keys + start * shape.index_dim, num_keys, scores.data());
+        seen.num = shape.index_topk;
+        choose_best(scores.data(), num_keys, seen.num, seen.positions.data());
     } else {
-        for (int64_t j = 0; j < num_keys; j++) s.chosen[j] = int32_t(j);
+        seen.num = num_keys;
+        for (int64_t j = 0; j < num_keys; j++) seen.positions[j] = int32_t(j);
     }
-    s.gathered.gather(latents, dim, s.chosen.data(), num_seen, dim);
-    const Keys visible{s.gathered.blocked.data(), dim, s.gathered.rows.data(), s.gathered.stride, shape.latent,
-                       num_seen};
-    attend(query, shape.scale, shape.num_heads, visible, out, s.attend);
+    for (int64_t j = 0; j < seen.num; j++)
+        for (int64_t d = 0; d < dim; d += 16)
+            __builtin_prefetch(layer.latents + (start + seen.positions[j]) * dim + d);
 }
 
 inline void mla_attention(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
@@ -225,10 +232,22 @@ inline void mla_attention(const MlaShape& shape, const MlaLayer& layer, const Ro
     const int64_t inputs = shape.q_rank + dim + shape.index_dim + shape.index_heads;
     const float *input = s.projected.floats(0), *heads = s.index.floats(0), *query = s.query.floats(0);
     float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
-    for (int64_t r = 0; r < num; r++)
-        mla_attend_row(shape, layer, rows, first + r, query + r * shape.num_heads * dim, heads + r * width + queries,
-                       input + r * inputs + shape.q_rank + dim + shape.index_dim,
-                       attended + r * shape.num_heads * shape.latent, s);
+    auto see = [&](int64_t r) {
+        mla_see(shape, layer, rows, first + r, heads + r * width + queries,
+                input + r * inputs + shape.q_rank + dim + shape.index_dim, s.seen[r % 2], s.scores);
+    };
+    see(0);
+    for (int64_t r = 0; r < num; r++) {
+        // The next row's keys travel while this row's are worked on.
+        if (r + 1 < num) see(r + 1);
+        const SeenKeys& seen = s.seen[r % 2];
+        s.gathered.gather(layer.latents + rows.slots[first + r] * rows.max_length * dim, dim, seen.positions.data(),
+                          seen.num, dim);
+        const Keys visible{s.gathered.blocked.data(), dim, s.gathered.rows.data(), s.gathered.stride, shape.latent,
+                           seen.num};
+        attend(query + r * shape.num_heads * dim, shape.scale, shape.num_heads, visible,
+               attended + r * shape.num_heads * shape.latent, s.attend);
+    }
     float* values = s.merged.floats(num * shape.num_heads * shape.value);
     for (int64_t h = 0; h < shape.num_heads; h++)
         gemm(num, shape.value, shape.latent, attended + h * shape.latent, shape.num_heads * shape.latent,
