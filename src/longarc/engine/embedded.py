@@ -34,7 +34,7 @@ from longarc.errors import ContractError, EngineError, EngineFaultError, LongArc
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_weights
 from longarc.models.layout import Layout
-from longarc.models.projection import project_logits, token_logprobs
+from longarc.models.projection import token_logprobs
 from longarc.records.sampling import (
     EngineHealth,
     FinishReason,
@@ -416,7 +416,7 @@ class EmbeddedEngine:
 
     def _sample(self, requests: list[_Request], hidden: torch.Tensor) -> None:
         tokens, logprobs, is_finite = sample(
-            project_logits(hidden, self._model.output_weight),
+            self._model.logits(hidden, self._cache),
             [request.sampling for request in requests],
             seeds=[request.seed for request in requests],
             positions=[request.num_sampled for request in requests],

@@ -28,6 +28,7 @@ from longarc.models.kernels.native import native_for
 from longarc.models.layers import RMSNorm, Rotation, check_ids, pad_rows, padded_rows
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
+from longarc.models.projection import project_logits
 
 Attention: TypeAlias = Literal["dense", "sparse"]
 IndexerLoss: TypeAlias = Literal["none", "warmup", "sparse"]
@@ -242,6 +243,14 @@ class Decoder(nn.Module):
         hidden, _ = self.model(self._padded(token_ids), step)
         new_hidden: Tensor = hidden[:num_tokens]
         return new_hidden
+
+    def logits(
+        self, hidden: Float[Tensor, "rows hidden"], cache: SlotCache
+    ) -> Float[Tensor, "rows vocab"]:
+        """Project what ``extend`` returned, with the packed weight that a native cache keeps."""
+        if isinstance(cache, NativeDecoder):
+            return cache.logits(hidden)
+        return project_logits(hidden, self.output_weight)
 
     def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
         """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.

@@ -48,6 +48,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
         self._num_layers = num_layers
         self._state: list[int] = []
         self._packed: list[Tensor] = []
+        self._packed_output: Tensor | None = None
         self._layers: ctypes.Array[Any] | None = None
 
     def hidden(
@@ -94,6 +95,24 @@ class NativeDecoder(BlockedSlotCache, ABC):
         )
         return hidden
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project final hidden states to the vocabulary."""
+        self._fresh_layers()
+        weight = self._output_weight()
+        if self._packed_output is None:
+            self._packed_output = self._library.packed(weight)
+        logits = torch.empty(len(hidden), weight.shape[0])
+        self._library.call(
+            "packed_product",
+            *(len(hidden), *weight.shape, hidden.contiguous(), self._packed_output, logits),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def _output_weight(self) -> Tensor:
+        tied = self._weights["model.embed_tokens.weight"]
+        return self._weights.get("lm_head.weight", tied).detach()
+
     @abstractmethod
     def _shape(self, is_sparse: bool) -> ctypes.Structure:
         """Return the sizes."""
@@ -108,6 +127,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
         state.extend(w.data_ptr() for w in self._weights.values())
         if self._layers is None or state != self._state:
             self._packed = []
+            self._packed_output = None
             self._layers = self._pack_layers()
             self._state = state
         return self._layers

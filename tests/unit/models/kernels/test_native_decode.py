@@ -7,6 +7,7 @@ from longarc.models.build import build_model
 from longarc.models.cache import SlotCache
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native
+from longarc.models.projection import project_logits
 from model_cases import sharpened, small_glm, small_llama
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
@@ -70,6 +71,15 @@ def test_changed_weights_are_packed_again(model):
     assert torch.equal(
         run(model, cache, make_ids()), run(model, model.new_cache(3, 64), make_ids())
     )
+
+
+def test_logits_of_the_cache_are_the_trainers_and_follow_the_weights(model):
+    cache = model.new_cache(3, 64)
+    for _ in range(2):
+        hidden = run(model, cache, make_ids())
+        assert torch.equal(model.logits(hidden, cache), project_logits(hidden, model.output_weight))
+        with torch.no_grad():
+            model.output_weight.mul_(0.5)
 
 
 def test_two_threads_decode_the_same_numbers(model):
