@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.errors import ContractError
 from longarc.models.kernels import structs
-from longarc.models.kernels.native import required
+from longarc.models.kernels.native import native_for, required
 from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
 
 Weights: TypeAlias = Mapping[str, Tensor]
@@ -126,6 +127,10 @@ class NativeDecoder(BlockedSlotCache, ABC):
         state = [w._version for w in self._weights.values()]
         state.extend(w.data_ptr() for w in self._weights.values())
         if self._layers is None or state != self._state:
+            if not native_for(*self._weights.values()):
+                raise ContractError(
+                    "the model's weights are no longer fp32 on the CPU; make a new cache after moving it"
+                )
             self._packed = []
             self._packed_output = None
             self._layers = self._pack_layers()

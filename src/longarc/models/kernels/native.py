@@ -116,6 +116,19 @@ def required() -> NativeLibrary:
     return library
 
 
+def check_ids(ids: Tensor, limit: int) -> None:
+    """Refuse token ids outside the vocabulary, which a kernel would read memory for.
+
+    Raises:
+        ContractError: an id is negative or too large.
+    """
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+        raise ContractError(
+            f"token ids span {int(ids.min())}..{int(ids.max())}, but the vocabulary is 0..{limit - 1}: "
+            f"the tokenizer does not match the model"
+        )
+
+
 @cache
 def library_path_once() -> Path:
     """Return where the library lies; found out once, because that reads the sources."""

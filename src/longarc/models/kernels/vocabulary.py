@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longarc.models.kernels.native import required
+from longarc.models.kernels.native import check_ids, required
 
 
 def token_logprobs(
@@ -22,6 +22,7 @@ def token_logprobs(
     with_entropy: bool,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " entropies"]]:
     """Return log-probabilities [nats] of the targets, and entropies (or nothing) without gradient."""
+    check_ids(targets, len(weight))
     output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, with_entropy
     )

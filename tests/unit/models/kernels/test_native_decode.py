@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from longarc.errors import ContractError
 from longarc.models.build import build_model
 from longarc.models.cache import SlotCache
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native
-from longarc.models.projection import project_logits
+from longarc.models.projection import project_logits, token_logprobs
 from model_cases import sharpened, small_glm, small_llama
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
@@ -109,3 +110,31 @@ def test_a_long_prompt_in_chunks_is_a_long_prompt_at_once():
 def test_other_dtypes_take_the_eager_path():
     model = build_model(small_glm(), seed=3, dtype=torch.float64)
     assert type(model.new_cache(1, 16)) is SlotCache
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_ids_outside_the_vocabulary_are_refused(model, token):
+    cache = model.new_cache(1, 8)
+    with pytest.raises(ContractError, match="vocabulary"):
+        model.extend(torch.tensor([3, token]), [0], [0], [2], cache)
+    with pytest.raises(ContractError, match="vocabulary"):
+        token_logprobs(torch.zeros(1, 32), model.output_weight, torch.tensor([token]))
+
+
+def test_a_cache_does_not_outlive_the_dtype_of_its_model(model):
+    cache = model.new_cache(1, 8)
+    model.to(torch.float64)
+    with pytest.raises(ContractError, match="make a new cache"):
+        model.extend(torch.tensor([3]), [0], [0], [1], cache)
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "q_proj", "o_proj", "down_proj"])
+def test_a_fault_in_the_weights_reaches_the_logits(model, name):
+    broken = [p for n, p in model.named_parameters() if name in n]
+    if not broken:
+        pytest.skip("this family has no such weight")
+    with torch.no_grad():
+        broken[0].fill_(float("nan"))
+    cache = model.new_cache(1, 8)
+    hidden = model.extend(torch.tensor([3, 4]), [0], [0], [2], cache)
+    assert not torch.isfinite(model.logits(hidden, cache)).any()

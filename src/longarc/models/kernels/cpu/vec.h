@@ -55,7 +55,6 @@ inline void store_first(float* to, Vec value, int count) {
 #endif
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
-inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
 inline float sum_lanes(Vec value) {
     float lane[LANES];
@@ -75,7 +74,9 @@ inline float max_lanes(Vec value) {
 
 // e^x to about one unit in the last place: x = n ln 2 + r, with the polynomial of Cephes (S. Moshier) for e^r.
 inline Vec exp(Vec x) {
-    x = max(min(x, splat(88.0f)), splat(-87.3f));
+    // Written so that NaN stays NaN: a fault must reach the logits, where it is noticed.
+    x = x > 88.0f ? splat(88.0f) : x;
+    x = x < -87.3f ? splat(-87.3f) : x;
     const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vec n = (x * 1.44269504088896341f + shift) - shift;
     Vec r = x - n * 0.693359375f;
