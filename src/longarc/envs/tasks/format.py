@@ -2,15 +2,15 @@
 
 ::
 
-    user:       Words: name list file key. Answer with 3 of them, reversed, in upper case, joined by commas.
-    assistant:  FILE,LIST,NAME
+    user:       Write page 3 times, in upper case, joined by commas, ending with !.
+    assistant:  PAGE,PAGE,PAGE!
 
-There are several right answers: any three of the words that keep all the constraints.
+An answer that holds any other word keeps none of the constraints.
 """
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,29 +26,36 @@ from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
 
 WORDS: Final = (
-    *("name", "list", "file", "key", "data", "type", "code", "line"),
+    *("name", "list", "file", "net", "data", "type", "code", "line"),
     *("path", "text", "node", "item", "link", "page", "size", "time"),
     *("mode", "test", "user", "view", "base", "form", "host", "port"),
+    *("map", "log", "set", "tag", "root", "state", "info", "call", "head", "last"),
+    *("end", "add", "run", "key", "new", "copy", "read", "open", "load", "save"),
 )
 """Words that a small tokenizer trained on Python source is likely to hold whole."""
 _PHRASES: Final[Mapping[str, Mapping[str, str]]] = {
-    "order": {"reversed": "reversed", "kept": "in the same order"},
-    "case": {"upper": "in upper case"},
-    "joiner": {",": "joined by commas", "-": "joined by dashes", "/": "joined by slashes"},
-    "ending": {"!": "ending with !", "?": "ending with ?"},
+    "case": {"upper": "in upper case", "lower": "in lower case"},
+    "joiner": {
+        ",": "joined by commas",
+        "-": "joined by dashes",
+        "/": "joined by slashes",
+        "+": "joined by pluses",
+    },
+    "opening": {mark: f"after {mark}" for mark in (">", "*", "#", "=", "~", "@", "%", "&")},
+    "ending": {mark: f"ending with {mark}" for mark in ("!", "?", ";", ":", "^", "|", "$", ")")},
 }
 _KINDS: Final = tuple(_PHRASES)
 
 
 class FormatSettings(FamilySettings):
-    """How many words and constraints there are."""
+    """How many repetitions and constraints there are."""
 
-    num_words: Range = (3, 5)
-    """Words to choose from."""
+    times: Range = (2, 9)
+    """How often the word is asked for."""
     task_constraints: Range = (2, 4)
     """Constraints of tasks, beside the number of words."""
-    expert_constraints: Range = (1, 3)
-    """Constraints of demonstrations."""
+    expert_constraints: Range = (1, 2)
+    """Constraints of demonstrations; fewer, so that RL has something to gain."""
     is_partial: bool = False
     """Whether the reward is the share of constraints that hold, or 1 only where all do."""
 
@@ -57,19 +64,19 @@ class FormatSettings(FamilySettings):
 class Instruction:
     """What is asked for; a constraint that is not asked for is empty."""
 
-    words: tuple[str, ...]
-    num_chosen: int
-    order: str = ""
+    word: str
+    times: int
     case: str = ""
     joiner: str = ""
+    opening: str = ""
     ending: str = ""
 
     @property
     def text(self) -> str:
         """The instruction as the policy reads it."""
-        asked = [f"Answer with {self.num_chosen} of them"]
+        asked = [f"Write {self.word} {self.times} times"]
         asked += [_PHRASES[kind][getattr(self, kind)] for kind in _KINDS if getattr(self, kind)]
-        return f"Words: {' '.join(self.words)}. {', '.join(asked)}."
+        return f"{', '.join(asked)}."
 
     @property
     def num_constraints(self) -> int:
@@ -77,40 +84,28 @@ class Instruction:
         return sum(bool(getattr(self, kind)) for kind in _KINDS)
 
     def answer(self) -> str:
-        """One right answer: the first words that are allowed."""
-        chosen = list(self.words[: self.num_chosen])
-        if self.order == "reversed":
-            chosen.reverse()
-        text = (self.joiner or " ").join(chosen)
-        return (text.upper() if self.case else text) + self.ending
+        """The right answer."""
+        word = self.word.upper() if self.case == "upper" else self.word
+        return self.opening + (self.joiner or " ").join([word] * self.times) + self.ending
 
     def check(self, answer: str) -> dict[str, bool]:
         """Say of each constraint whether ``answer`` keeps it.
 
-        An answer that holds anything but the given words, one of them twice, or no word at all keeps
-        none, so that no constraint is won by writing something else.
+        An answer that holds anything but the word keeps none, so that no constraint is won by writing
+        something else.
         """
-        body = (
-            answer[: -len(self.ending)] if self.ending and answer.endswith(self.ending) else answer
-        )
-        pieces = re.split(r"[ ,/-]", body)
-        lowered = [piece.lower() for piece in pieces]
+        body = answer.removeprefix(self.opening).removesuffix(self.ending)
+        pieces = re.split(r"[ ,/+-]", body)
+        wanted = self.word.upper() if self.case == "upper" else self.word
         held = {
-            "words": len(pieces) == self.num_chosen,
-            "case": all(
-                piece == (w.upper() if self.case else w)
-                for piece, w in zip(pieces, lowered, strict=True)
-            ),
+            "times": len(pieces) == self.times,
+            "case": all(piece == wanted for piece in pieces),
             "joiner": body == (self.joiner or " ").join(pieces),
-            "order": self._is_ordered(lowered),
-            "ending": not self.ending or answer.endswith(self.ending),
+            "opening": answer.startswith(self.opening),
+            "ending": answer.endswith(self.ending),
         }
-        is_ours = set(lowered) <= set(self.words) and len(set(lowered)) == len(lowered)
+        is_ours = all(piece.lower() == self.word for piece in pieces)
         return {name: is_ours and holds for name, holds in held.items()}
-
-    def _is_ordered(self, chosen: Sequence[str]) -> bool:
-        positions = [self.words.index(word) for word in chosen if word in self.words]
-        return not self.order or positions == sorted(positions, reverse=self.order == "reversed")
 
 
 class Format:
@@ -126,10 +121,6 @@ class Format:
             raise ConfigError(
                 f"{most} constraints: there are {len(_KINDS)} kinds, {', '.join(_KINDS)}"
             )
-        if self.settings.num_words[1] > len(WORDS):
-            raise ConfigError(
-                f"num_words up to {self.settings.num_words[1]}: there are {len(WORDS)}"
-            )
 
     def tasks(self, split: str, *, cursor: int) -> Iterator[Task]:
         """Yield tasks from ``cursor`` on; ``train`` never ends."""
@@ -144,8 +135,8 @@ class Format:
                 messages=(Message(role=Role.USER, content=instruction.text),),
                 difficulty=float(instruction.num_constraints),
                 data={
-                    "words": list(instruction.words),
-                    "num_chosen": instruction.num_chosen,
+                    "word": instruction.word,
+                    "times": instruction.times,
                     **{kind: str(getattr(instruction, kind)) for kind in _KINDS},
                 },
             )
@@ -186,7 +177,7 @@ class Format:
         self, split: str, index: int, num_constraints: tuple[int, int], purpose: str
     ) -> Instruction:
         return draw_in_split(
-            lambda rng: _draw(rng, self.settings.num_words, num_constraints),
+            lambda rng: _draw(rng, self.settings.times, num_constraints),
             lambda instruction: instruction.text,
             split=split,
             key=f"{self.name}/{self.settings.seed}/{purpose}/{index}",
@@ -194,24 +185,20 @@ class Format:
 
 
 def _draw(
-    rng: random.Random, num_words: tuple[int, int], num_constraints: tuple[int, int]
+    rng: random.Random, times: tuple[int, int], num_constraints: tuple[int, int]
 ) -> Instruction:
-    words = tuple(rng.sample(WORDS, rng.randint(*num_words)))
     kinds = rng.sample(_KINDS, rng.randint(*num_constraints))
     return Instruction(
-        words=words,
-        num_chosen=rng.randint(min(2, len(words)), len(words)),
+        word=rng.choice(WORDS),
+        times=rng.randint(*times),
         **{kind: rng.choice(sorted(_PHRASES[kind])) for kind in kinds},
     )
 
 
 def _instruction_of(task: Task) -> Instruction:
     data = task.data or {}
-    words, num_chosen = data["words"], data["num_chosen"]
-    assert isinstance(words, Sequence)
-    assert isinstance(num_chosen, int)
+    times = data["times"]
+    assert isinstance(times, int)
     return Instruction(
-        words=tuple(str(word) for word in words),
-        num_chosen=num_chosen,
-        **{kind: str(data[kind]) for kind in _KINDS},
+        word=str(data["word"]), times=times, **{kind: str(data[kind]) for kind in _KINDS}
     )

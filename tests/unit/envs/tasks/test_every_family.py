@@ -19,11 +19,9 @@ FAMILIES = [Files, Format, Reasoning, Recall]
 
 def format_answer(task):
     data = task.data
-    words = list(data["words"])[: data["num_chosen"]]
-    if data["order"] == "reversed":
-        words.reverse()
-    text = (data["joiner"] or " ").join(words)
-    return (text.upper() if data["case"] else text) + data["ending"]
+    word = data["word"].upper() if data["case"] == "upper" else data["word"]
+    body = (data["joiner"] or " ").join([word] * data["times"])
+    return data["opening"] + body + data["ending"]
 
 
 EXPERT = {
@@ -129,7 +127,7 @@ def test_a_negative_cursor_is_refused(kind):
     ("family", "fingerprint"),
     [
         (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "eb3ed93a1c2621d8"),
-        (Format(num_words=(3, 5)), "b87d15205e1f64fd"),
+        (Format(), "bb7a79797efa094a"),
         (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "06f8eeeb1052dd89"),
     ],
     ids=["files", "format", "recall"],
