@@ -31,6 +31,22 @@ WORDS: Final = (
     *("mode", "test", "user", "view", "base", "form", "host", "port"),
     *("map", "log", "set", "tag", "root", "state", "info", "call", "head", "last"),
     *("end", "add", "run", "key", "new", "copy", "read", "open", "load", "save"),
+    *(
+        "bit",
+        "box",
+        "day",
+        "dot",
+        "fun",
+        "hex",
+        "job",
+        "lib",
+        "max",
+        "min",
+        "num",
+        "pop",
+        "row",
+        "sum",
+    ),
 )
 """Words that a small tokenizer trained on Python source is likely to hold whole."""
 _PHRASES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -52,7 +68,7 @@ class FormatSettings(FamilySettings):
 
     times: Range = (2, 9)
     """How often the word is asked for."""
-    task_constraints: Range = (2, 4)
+    task_constraints: Range = (3, 4)
     """Constraints of tasks, beside the number of words."""
     expert_constraints: Range = (1, 2)
     """Constraints of demonstrations; fewer, so that RL has something to gain."""
