@@ -106,7 +106,7 @@ def export(run_dir: Path, stage: str, directory: Path) -> Start:
     return Start(
         model=directory,
         tokenizer=run_dir / TOKENIZER_FILE,
-        chat_format=Recipe.model_validate(run.recipe()).tokenizer.chat_format,
+        chat_format=str(loaded.manifest.info["chat_format"]),
         is_sparse=loaded.attention == "sparse",
     )
 

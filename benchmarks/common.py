@@ -6,7 +6,7 @@ LLAMA = LlamaConfig(
     hidden_size=256,
     num_hidden_layers=6,
     num_attention_heads=8,
-    num_key_value_heads=4,
+    num_key_value_heads=2,
     intermediate_size=688,
 )
 """Five million parameters in a shape that every library has."""

@@ -8,7 +8,7 @@
 * ``longarc-nano`` trained on packed documents of 512 tokens with sparse attention, likewise.
 
 Every figure is the best of some repeats, taken in turns. Usage:
-python benchmarks/engine.py [--threads 1] [--repeats 3]
+python benchmarks/engine.py [--threads 1] [--repeats 3] [--quick]
 """
 
 import argparse
@@ -20,9 +20,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from common import LLAMA, Table
 
 from longarc.config.engine import EngineConfig
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.config.model import GlmMoeDsaConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -36,13 +37,6 @@ NUM_NEW = 64
 LLAMA_BAR = 4.0
 NANO_BAR = 20_000
 TRAIN_BAR = 12_000
-LLAMA = LlamaConfig(
-    hidden_size=256,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    intermediate_size=688,
-)
 
 
 def make_prompts(length: int, *, group_size: int = 1) -> list[list[int]]:
@@ -170,10 +164,16 @@ def eager(measure: Callable[[], float]) -> Callable[[], float]:
 
 def main() -> None:
     """Print the table and how many bars hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of each side")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="turns of each side; the best counts"
+    )
+    parser.add_argument("--quick", action="store_true", help="one turn each: does it run at all?")
     options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", module="transformers")
 
@@ -194,14 +194,14 @@ def main() -> None:
     llama_rows = []
     for name, prompts in workloads.items():
         ours, theirs = best(
-            options.repeats,
+            repeats,
             partial(engine_tokens_per_s, llama, prompts, options.threads),
             partial(transformers_tokens_per_s, peer, prompts),
         )
         llama_rows.append((name, ours, theirs))
-    nano_ours, nano_eager = best(options.repeats, decode, eager(decode))
+    nano_ours, nano_eager = best(repeats, decode, eager(decode))
     train_ours, train_eager = best(
-        options.repeats,
+        repeats,
         lambda: train_tokens_per_s(trained),
         eager(lambda: train_tokens_per_s(trained)),
     )
@@ -210,25 +210,35 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(
         f"native kernels: {'yes' if native() else 'no'}; fp32, {options.threads} thread(s), "
-        f"best of {options.repeats}, load average {load:.1f}"
+        f"best of {repeats}, load average {load:.1f}"
     )
-    print("figure | ours | peer | ratio | bar")
+    table = Table()
     for name, ours, theirs in llama_rows:
-        print(
-            f"Llama {size:.1f}M, {name}, 64 new tokens [tokens/s], peer transformers.generate "
-            f"| {ours:.0f} | {theirs:.0f} | {ours / theirs:.1f} | >= {LLAMA_BAR}"
+        table.row(
+            f"Llama {size:.1f}M, {name}, 64 new tokens [tokens/s], peer transformers.generate",
+            f"{ours:.0f}",
+            peer=f"{theirs:.0f}",
+            ratio=ours / theirs,
+            bar=f"ratio >= {LLAMA_BAR}",
+            holds=ours >= LLAMA_BAR * theirs,
         )
-    print(
-        f"nano, batch 64, decode at contexts 368 to 432 [tokens/s], peer eager "
-        f"| {nano_ours:.0f} | {nano_eager:.0f} | {nano_ours / nano_eager:.1f} | >= {NANO_BAR}"
+    table.row(
+        "nano, batch 64, decode at contexts 368 to 432 [tokens/s], peer eager",
+        f"{nano_ours:.0f}",
+        peer=f"{nano_eager:.0f}",
+        ratio=nano_ours / nano_eager,
+        bar=f"ours >= {NANO_BAR}",
+        holds=nano_ours >= NANO_BAR,
     )
-    print(
-        f"nano, forward and backward, 8 x 512 tokens [tokens/s], peer eager "
-        f"| {train_ours:.0f} | {train_eager:.0f} | {train_ours / train_eager:.1f} | >= {TRAIN_BAR}"
+    table.row(
+        "nano, forward and backward, 8 x 512 tokens [tokens/s], peer eager",
+        f"{train_ours:.0f}",
+        peer=f"{train_eager:.0f}",
+        ratio=train_ours / train_eager,
+        bar=f"ours >= {TRAIN_BAR}",
+        holds=train_ours >= TRAIN_BAR,
     )
-    held = [ours >= LLAMA_BAR * theirs for _, ours, theirs in llama_rows]
-    held += [nano_ours >= NANO_BAR, train_ours >= TRAIN_BAR]
-    print(f"bars: {sum(held)} of {len(held)} hold")
+    table.close()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ groups (prefix hits), requests that come and go, and contexts beyond ``index_top
 the same tokens, packed at random, shared prompts computed once. A token that differs by more than
 1e-5 nats is counted as a flip of its key selection.
 
-Usage: python benchmarks/exactness.py [--tokens 10000] [--seed 0]
+Usage: python benchmarks/exactness.py [--tokens 10000] [--seed 0] [--quick]
 """
 
 import argparse
@@ -14,6 +14,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+from common import Table
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import GlmMoeDsaConfig
@@ -120,13 +121,17 @@ def _score_pack(model: Decoder, pack: list[Sample]) -> list[list[float]]:
 
 def main() -> None:
     """Print the table and how many bars hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=10_000, help="sampled tokens to compare")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and lengths")
+    parser.add_argument("--quick", action="store_true", help="500 tokens: does it run at all?")
     options = parser.parse_args()
+    num_tokens = 500 if options.quick else options.tokens
 
     model = make_model(options.seed)
-    samples = asyncio.run(roll_out(model, options.tokens, options.seed))
+    samples = asyncio.run(roll_out(model, num_tokens, options.seed))
     behaviour = torch.tensor([p for sample in samples for p in sample.logprobs])
     policy = torch.tensor(trainer_logprobs(model, samples, options.seed))
     difference = (policy - behaviour).abs()
@@ -141,21 +146,24 @@ def main() -> None:
         f"{cached} prompt tokens from the prefix cache, "
         f"mean log-probability {float(behaviour.mean()):.2f}"
     )
-    print("figure | ours | peer | ratio | bar")
-    print(
-        f"largest |log-probability difference| where selections agree [nats] | {agreeing:.1e} "
-        f"| - | - | <= {TOLERANCE:.0e}"
+    table = Table()
+    table.row(
+        "largest |log-probability difference| where selections agree [nats]",
+        f"{agreeing:.1e}",
+        bar=f"<= {TOLERANCE:.0e}",
+        holds=agreeing <= TOLERANCE,
     )
-    print(
-        f"tokens whose selection flips | {flips} of {len(behaviour)} | - | - "
-        f"| <= 1 in {round(1 / MAX_FLIPS_FRAC)}"
+    table.row(
+        "tokens whose selection flips",
+        f"{flips} of {len(behaviour)}",
+        bar=f"<= 1 in {round(1 / MAX_FLIPS_FRAC)}",
+        holds=flips <= MAX_FLIPS_FRAC * len(behaviour),
     )
-    print(
-        f"tokens with bitwise equal log-probability | {int((difference == 0).sum())} of "
-        f"{len(behaviour)} | - | - | -"
+    table.row(
+        "tokens with bitwise equal log-probability",
+        f"{int((difference == 0).sum())} of {len(behaviour)}",
     )
-    held = [agreeing <= TOLERANCE, flips <= MAX_FLIPS_FRAC * len(behaviour)]
-    print(f"bars: {sum(held)} of {len(held)} hold")
+    table.close()
 
 
 if __name__ == "__main__":

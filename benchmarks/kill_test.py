@@ -5,7 +5,7 @@ stages, 20 times by default; each time the run is resumed with ``--resume`` and 
 through. Then the ledger is audited, and the weights after pretrain, midtrain, dsa and sft are compared bit
 for bit with those of a run that was never killed.
 
-Usage: python benchmarks/kill_test.py [--kills 20] [--seed 0] [--recipe recipes/smoke.toml]
+Usage: python benchmarks/kill_test.py [--kills 20] [--seed 0] [--recipe recipes/smoke.toml] [--quick]
 """
 
 import argparse
@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from common import Table
 
 from longarc.cli.main import main as longarc
 from longarc.runs.checkpoint import file_sha256
@@ -93,11 +95,15 @@ def killed_run(recipe: Path, run_dir: Path, *, num_kills: int, span_s: float, se
 
 def main() -> int:
     """Run both and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20, help="random moments")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/smoke.toml"))
+    parser.add_argument("--quick", action="store_true", help="two kills: does it run at all?")
     arguments = parser.parse_args()
+    num_kills = 2 if arguments.quick else arguments.kills
     with tempfile.TemporaryDirectory(prefix="longarc-kill-") as scratch:
         whole, killed = Path(scratch) / "whole", Path(scratch) / "killed"
         started_s = time.monotonic()
@@ -105,26 +111,23 @@ def main() -> int:
         span_s = time.monotonic() - started_s
         print(f"uninterrupted: {span_s:.0f} s")
         hits = killed_run(
-            arguments.recipe, killed, num_kills=arguments.kills, span_s=span_s, seed=arguments.seed
+            arguments.recipe, killed, num_kills=num_kills, span_s=span_s, seed=arguments.seed
         )
         is_clean = longarc(["runs", "audit", str(killed)]) == 0
         same = {
             stage: digest == weights(killed).get(stage) for stage, digest in weights(whole).items()
         }
-    rows = [
-        ("kills", str(hits), "-", "-", f"= {arguments.kills}", hits == arguments.kills),
-        ("audit clean", str(is_clean), "-", "-", "True", is_clean),
-        *(
-            (f"weights after {s}", "identical" if ok else "differ", "-", "-", "identical", ok)
-            for s, ok in same.items()
-        ),
-    ]
-    print(f"{'figure':<24}{'value':>12}{'peer':>8}{'ratio':>8}{'bar':>12}")
-    for name, value, peer, ratio, bar, _ in rows:
-        print(f"{name:<24}{value:>12}{peer:>8}{ratio:>8}{bar:>12}")
-    held = sum(row[-1] for row in rows)
-    print(f"bars: {held} of {len(rows)} hold")
-    return 0 if held == len(rows) else 1
+    table = Table()
+    table.row("kills", str(hits), bar=f"= {num_kills}", holds=hits == num_kills)
+    table.row("audit clean", str(is_clean), bar="= True", holds=is_clean)
+    for stage, is_same in same.items():
+        table.row(
+            f"weights after {stage}, peer the uninterrupted run",
+            "identical" if is_same else "different",
+            bar="bit-identical",
+            holds=is_same,
+        )
+    return 0 if table.close() else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Measure the sandbox: start, exec, close, memory, time-outs, what is left behind.
 
-    python benchmarks/sandbox.py [--boxes 64] [--repeats 25] [--unprivileged]
+    python benchmarks/sandbox.py [--boxes 64] [--repeats 25] [--unprivileged] [--quick]
 
-Prints ``figure | value | bar`` and, last, ``bars: H of M hold``; exit status 0 in any case, because
-the bars are for two idle cores. ``--unprivileged`` (needs root) measures as uid nobody.
+The bars are for two idle cores; there is no peer. ``--unprivileged`` (needs root) measures as uid nobody.
 """
 
 import argparse
@@ -17,6 +16,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+from common import Table
 
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.envs.sandbox.box import BwrapSandbox
@@ -40,14 +41,10 @@ asyncio.run(main())
 """
 
 
-class Table:
-    """Rows with a bar each."""
+class BoundedTable(Table):
+    """A table whose bars are bounds on our own values."""
 
-    def __init__(self) -> None:
-        self.num_bars = self.num_held = 0
-        print(f"{'figure':<44} | {'value':>14} | bar")
-
-    def row(
+    def bounded(
         self,
         figure: str,
         value: float,
@@ -57,14 +54,8 @@ class Table:
         at_least: float | None = None,
     ) -> None:
         holds = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
-        self.num_bars += 1
-        self.num_held += holds
         bar = f"<= {at_most:g} {unit}" if at_most is not None else f">= {at_least:g} {unit}"
-        shown = f"{value:.2f} {unit}"
-        print(f"{figure:<44} | {shown:>14} | {bar}{'' if holds else '   MISSED'}", flush=True)
-
-    def note(self, figure: str, value: str) -> None:
-        print(f"{figure:<44} | {value:>14} |", flush=True)
+        self.row(figure, f"{value:.2f} {unit}", bar=bar, holds=holds)
 
 
 def num_mounts() -> int:
@@ -118,7 +109,7 @@ async def watch_loop(lags_ms: list[float]) -> None:
 
 
 async def single_box(
-    table: Table, backend: BwrapBackend, repeats: int, seen_pids: set[int]
+    table: BoundedTable, backend: BwrapBackend, repeats: int, seen_pids: set[int]
 ) -> None:
     starts, closes, execs = [], [], []
     lags: list[float] = []
@@ -132,13 +123,13 @@ async def single_box(
         seen_pids |= box_pids(box)
         closes.append(await milliseconds(box.close))
     watching.cancel()
-    table.row("start, 30 files (median)", statistics.median(starts), "ms", at_most=50)
-    table.row("exec of true (median)", statistics.median(execs), "ms", at_most=2)
-    table.row("close (median)", statistics.median(closes), "ms", at_most=10)
-    table.row("event loop held up (worst)", max(lags), "ms", at_most=10)
+    table.bounded("start, 30 files (median)", statistics.median(starts), "ms", at_most=50)
+    table.bounded("exec of true (median)", statistics.median(execs), "ms", at_most=2)
+    table.bounded("close (median)", statistics.median(closes), "ms", at_most=10)
+    table.bounded("event loop held up (worst)", max(lags), "ms", at_most=10)
 
 
-async def kept_box(table: Table, repeats: int) -> None:
+async def kept_box(table: BoundedTable, repeats: int) -> None:
     backend = BwrapBackend(max_idle=1)
     await (await backend.create(SPEC)).close()
     rounds = []
@@ -149,20 +140,20 @@ async def kept_box(table: Table, repeats: int) -> None:
     for _ in range(repeats):
         rounds.append(await milliseconds(use))
     await backend.close()
-    table.note("create and close of a kept box (median)", f"{statistics.median(rounds):.2f} ms")
+    table.row("create and close of a kept box (median)", f"{statistics.median(rounds):.2f} ms")
 
 
 async def many_boxes(
-    table: Table, backend: BwrapBackend, num_boxes: int, seen_pids: set[int]
+    table: BoundedTable, backend: BwrapBackend, num_boxes: int, seen_pids: set[int]
 ) -> None:
     started = time.perf_counter()
     boxes = await asyncio.gather(*(backend.create(SPEC) for _ in range(num_boxes)))
-    table.note(f"start of {num_boxes} boxes", f"{time.perf_counter() - started:.2f} s")
+    table.row(f"start of {num_boxes} boxes", f"{time.perf_counter() - started:.2f} s")
     for box in boxes:
         seen_pids |= box_pids(box)
     memory = statistics.median(box_memory_kib(box) for box in boxes) / 1024
     if memory == memory:
-        table.row("memory per idle box (PSS, median)", memory, "MiB", at_most=8)
+        table.bounded("memory per idle box (PSS, median)", memory, "MiB", at_most=8)
 
     async def some(box: BwrapSandbox) -> None:
         for _ in range(20):
@@ -172,17 +163,17 @@ async def many_boxes(
     for _ in range(3):
         spent = await milliseconds(lambda: asyncio.gather(*map(some, boxes)))
         rates.append(num_boxes * 20 / spent * 1e3)
-    table.row(
+    table.bounded(
         f"exec of true over {num_boxes} boxes (median)",
         statistics.median(rates),
         "/s",
         at_least=900,
     )
     spent = await milliseconds(lambda: asyncio.gather(*(box.close() for box in boxes)))
-    table.note(f"close of {num_boxes} boxes", f"{spent:.0f} ms")
+    table.row(f"close of {num_boxes} boxes", f"{spent:.0f} ms")
 
 
-async def timeouts(table: Table, backend: BwrapBackend) -> None:
+async def timeouts(table: BoundedTable, backend: BwrapBackend) -> None:
     box = await backend.create(SPEC)
     hide = f'for i in 1 2 3; do setsid -f bash -c "{HIDING}"; done; sleep 60'
     bomb = "f() { f | f & }; f; sleep 60"
@@ -193,11 +184,11 @@ async def timeouts(table: Table, backend: BwrapBackend) -> None:
                 lambda script=script: box.exec(["bash", "-c", script], timeout_s=0.5)
             )
             over.append(spent - 500)
-        table.row(f"time-out overshoot with {name} (worst of 5)", max(over), "ms", at_most=100)
+        table.bounded(f"time-out overshoot with {name} (worst of 5)", max(over), "ms", at_most=100)
     await box.close()
 
 
-def host_killed(table: Table) -> None:
+def host_killed(table: BoundedTable) -> None:
     marker = f"5{uuid.uuid4().int % 10**12}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
@@ -208,20 +199,20 @@ def host_killed(table: Table) -> None:
         victim.send_signal(signal.SIGKILL)
     time.sleep(0.1)
     left = sum(marker.encode() in command for command in processes().values())
-    table.row("processes 100 ms after kill -9 of the host", left, "", at_most=0)
+    table.bounded("processes 100 ms after kill -9 of the host", left, "", at_most=0)
 
 
 async def main(num_boxes: int, repeats: int) -> None:
-    table = Table()
+    table = BoundedTable()
     seen_pids: set[int] = set()
     mounts = num_mounts()
     backend = BwrapBackend(max_boxes=num_boxes + 1)
     found = await backend.probe()
     if not found.is_usable:
         raise SystemExit(f"no sandbox on this machine: {found.problem}")
-    table.note("bwrap", found.bwrap_version)
-    table.note("uid", str(os.geteuid()))
-    table.note("load average of the last minute", f"{os.getloadavg()[0]:.1f}")
+    table.row("bwrap", found.bwrap_version)
+    table.row("uid", str(os.geteuid()))
+    table.row("load average of the last minute", f"{os.getloadavg()[0]:.1f}")
     await single_box(table, backend, repeats, seen_pids)
     await kept_box(table, repeats)
     await many_boxes(table, backend, num_boxes, seen_pids)
@@ -230,10 +221,10 @@ async def main(num_boxes: int, repeats: int) -> None:
         await asyncio.to_thread(host_killed, table)
     await backend.close()
     left = len(seen_pids & set(processes()))
-    table.row("box processes left behind", left, "", at_most=0)
+    table.bounded("box processes left behind", left, "", at_most=0)
     more = num_mounts() - mounts
-    table.row("mounts left behind", more, "", at_most=0)
-    print(f"bars: {table.num_held} of {table.num_bars} hold")
+    table.bounded("mounts left behind", more, "", at_most=0)
+    table.close()
 
 
 if __name__ == "__main__":
@@ -241,7 +232,10 @@ if __name__ == "__main__":
     parser.add_argument("--boxes", type=int, default=64, help="boxes open at a time")
     parser.add_argument("--repeats", type=int, default=25, help="starts to take the median of")
     parser.add_argument("--unprivileged", action="store_true", help="give up root first")
+    parser.add_argument("--quick", action="store_true", help="two boxes: does it run at all?")
     options = parser.parse_args()
+    if options.quick:
+        options.boxes, options.repeats = 2, 2
     if options.unprivileged:
         asyncio.run(asyncio.sleep(0))  # loads what nobody may not be able to read
         os.setgroups([])
