@@ -44,19 +44,21 @@ class StepOnDemand(transformers.TrainerCallback):
         self._replies, self._samples = replies, samples
         self._probe = next(p for p in model.parameters() if p.dim() == 2)
         self._before = self._probe.detach().clone()
-        self._started_s = 0.0
+        self._started_s = self._cpu_started_s = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not sys.stdin.readline():
             os._exit(0)
         self._samples.clear()
         self._before.copy_(self._probe.detach())
-        self._started_s = time.perf_counter()
+        self._started_s, self._cpu_started_s = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         elapsed_s = time.perf_counter() - self._started_s
+        cpu_s = time.process_time() - self._cpu_started_s
         reply = {
             "elapsed_s": elapsed_s,
+            "cpu_s": cpu_s,
             "num_samples": len(self._samples),
             "lengths": sorted({len(ids) for ids in self._samples}),
             "has_learned": not torch.equal(self._before, self._probe.detach()),
