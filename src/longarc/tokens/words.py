@@ -27,8 +27,8 @@ WORDS: Final = (
 
 # Names of different things are different words: "the last directory that was named" is then found by one
 # attention head from what a word is, while telling two words of one kind apart takes a chain of heads.
-DIRECTORIES: Final = WORDS[:12]
-FILE_NAMES: Final = WORDS[12:52]
-FILE_IDS: Final = WORDS[52:82]
-CODE_WORDS: Final = (WORDS[82:103], WORDS[103:])
+DIRECTORIES: Final = WORDS[:10]
+FILE_NAMES: Final = WORDS[10:34]
+FILE_IDS: Final = WORDS[34:54]
+CODE_WORDS: Final = (WORDS[54:79], WORDS[79:104])
 """First and second words of a code."""

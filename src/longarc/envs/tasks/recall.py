@@ -2,9 +2,9 @@
 
 ::
 
-    user:       the host reads the node in order\\nstate=71\\n... 2,048 to 3,900 tokens ...
-                Repeat the line of this key:\\nstate
-    assistant:  state=71
+    user:       the host reads the node in order\\nstate=71\\n... code: output-level ... 2,048 to 3,900 tokens
+                What was the code?
+    assistant:  code: output-level
 """
 
 import random
@@ -23,7 +23,7 @@ from longarc.records.message import Message, Role
 from longarc.records.ports import Env, SandboxBackend
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
-from longarc.tokens.words import WORDS
+from longarc.tokens.words import CODE_WORDS, WORDS
 
 _VERBS: Final = ("returns", "calls", "has", "contains")
 _ENDS: Final = ("in order", "by default", "on error", "when called", "as given", "after that")
@@ -44,11 +44,10 @@ class RecallSettings(FamilySettings):
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """A text that holds ``key=value`` lines, and the one that is asked for."""
+    """A text of sentences and ``key=value`` lines that names one code."""
 
     text: str
-    key: str
-    value: str
+    code: str
     num_tokens: int
 
 
@@ -70,9 +69,9 @@ class Recall:
             settings: fields of ``RecallSettings``.
         """
         self.settings = settings_from(RecallSettings, settings, family=self.name)
-        if self.settings.num_pairs[1] >= len(WORDS):
+        if self.settings.num_pairs[1] > len(WORDS):
             raise ConfigError(
-                f"num_pairs up to {self.settings.num_pairs[1]}: there are {len(WORDS) - 1} other keys"
+                f"num_pairs up to {self.settings.num_pairs[1]}: there are {len(WORDS)} keys"
             )
         self._count_tokens = count_tokens or estimated_tokens
 
@@ -88,7 +87,7 @@ class Recall:
                 split=split,
                 messages=(_question(haystack),),
                 difficulty=float(haystack.num_tokens),
-                data={"key": haystack.key, "value": haystack.value},
+                data={"code": haystack.code},
             )
 
     def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
@@ -96,15 +95,14 @@ class Recall:
         return SingleTurn(task)
 
     async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
-        """1 where the answer is the value, alone or as ``key=value``, else 0."""
-        data = task.data or {}
-        answer = final_answer(episode)
-        return success(is_labelled(answer, label=str(data["key"]), value=str(data["value"])))
+        """1 where the answer is the code and nothing else (``code:`` may precede it), else 0."""
+        code = str((task.data or {})["code"])
+        return success(is_labelled(final_answer(episode), label="code", value=code))
 
     def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
         """Return the expert's conversation number ``index``; one turn has no room for a correction."""
         haystack = self._haystack("train", index, self.settings.expert_tokens, "expert")
-        answer = Message(role=Role.ASSISTANT, content=f"{haystack.key}={haystack.value}")
+        answer = Message(role=Role.ASSISTANT, content=f"code: {haystack.code}")
         return Conversation(
             messages=(_question(haystack), answer),
             thinking=self.thinking,
@@ -115,16 +113,14 @@ class Recall:
     def _haystack(self, split: str, index: int, bounds: tuple[int, int], purpose: str) -> Haystack:
         """Draw the needle, which decides the split, then the hay around it."""
         key = f"{self.name}/{self.settings.seed}/{purpose}/{index}"
-        needle = draw_in_split(_pair, lambda pair: f"{pair[0]}={pair[1]}", split=split, key=key)
-        return self._buried(needle, rng_of(key, split, "hay"), bounds)
+        code = draw_in_split(_code, str, split=split, key=key)
+        return self._buried(code, rng_of(key, split, "hay"), bounds)
 
-    def _buried(
-        self, needle: tuple[str, str], rng: random.Random, bounds: tuple[int, int]
-    ) -> Haystack:
+    def _buried(self, code: str, rng: random.Random, bounds: tuple[int, int]) -> Haystack:
         wanted = rng.randint(*bounds)
         num_others = min(rng.randint(*self.settings.num_pairs), wanted // _TOKENS_PER_LINE)
-        others = rng.sample([word for word in WORDS if word != needle[0]], num_others)
-        lines = [f"{needle[0]}={needle[1]}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
+        others = rng.sample(WORDS, num_others)
+        lines = [f"code: {code}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
         num_tokens = sum(self._count_tokens(line + "\n") for line in lines)
         while True:
             line = _text(rng)
@@ -134,7 +130,7 @@ class Recall:
             lines.append(line)
         rng.shuffle(lines)
         text = "\n".join(lines)
-        return Haystack(text, needle[0], needle[1], self._count_tokens(text))
+        return Haystack(text, code, self._count_tokens(text))
 
 
 def estimated_tokens(text: str) -> int:
@@ -143,12 +139,11 @@ def estimated_tokens(text: str) -> int:
 
 
 def _question(haystack: Haystack) -> Message:
-    text = f"{haystack.text}\nRepeat the line of this key:\n{haystack.key}"
-    return Message(role=Role.USER, content=text)
+    return Message(role=Role.USER, content=f"{haystack.text}\nWhat was the code?")
 
 
-def _pair(rng: random.Random) -> tuple[str, str]:
-    return rng.choice(WORDS), str(rng.randint(10, 99))
+def _code(rng: random.Random) -> str:
+    return "-".join(rng.choice(words) for words in CODE_WORDS)
 
 
 def _text(rng: random.Random) -> str:

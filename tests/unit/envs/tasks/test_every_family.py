@@ -26,7 +26,7 @@ def format_answer(task):
 
 EXPERT = {
     Reasoning: lambda task: task.data["answer"],
-    Recall: lambda task: f"{task.data['key']}={task.data['value']}",
+    Recall: lambda task: f"code: {task.data['code']}",
     Format: format_answer,
 }
 
@@ -126,9 +126,9 @@ def test_a_negative_cursor_is_refused(kind):
 @pytest.mark.parametrize(
     ("family", "fingerprint"),
     [
-        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "eb3ed93a1c2621d8"),
+        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "fd87a7156fd410cd"),
         (Format(), "01edf809af67854f"),
-        (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "06f8eeeb1052dd89"),
+        (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "d5d7b60c674c1fd4"),
     ],
     ids=["files", "format", "recall"],
 )

@@ -11,7 +11,7 @@ from longarc.records.trajectory import EpisodeResult
 
 def test_haystacks_have_the_length_that_was_asked_for_and_leave_room_in_4096():
     for task in islice(Recall().tasks("test", cursor=0), 40):
-        haystack, _, question = task.messages[0].content.rpartition("\nRepeat")
+        haystack, _, question = task.messages[0].content.rpartition("\nWhat")
         assert 2048 - 12 <= estimated_tokens(haystack) <= 3900
         assert estimated_tokens(task.messages[0].content) <= 3900 + 20
         assert question
@@ -20,19 +20,18 @@ def test_haystacks_have_the_length_that_was_asked_for_and_leave_room_in_4096():
 def test_lengths_follow_the_tokenizer_that_is_given():
     family = Recall(count_tokens=len, task_tokens=(1000, 1000))
     task = next(family.tasks("train", cursor=0))
-    haystack = task.messages[0].content.split("\nRepeat")[0]
+    haystack = task.messages[0].content.split("\nWhat")[0]
     assert 950 <= len(haystack) <= 1000
 
 
-def test_the_needle_is_there_once_anywhere_and_the_other_keys_differ():
+def test_the_needle_is_there_once_and_anywhere():
     places = []
     for task in islice(Recall().tasks("train", cursor=0), 60):
         lines = task.messages[0].content.split("\n")
-        key, value = task.data["key"], task.data["value"]
-        assert lines.count(f"{key}={value}") == 1
-        assert [line for line in lines if line.startswith(f"{key}=")] == [f"{key}={value}"]
-        assert sum("=" in line for line in lines) >= 17
-        places.append(lines.index(f"{key}={value}") / len(lines))
+        needle = f"code: {task.data['code']}"
+        assert [line for line in lines if line.startswith("code: ")] == [needle]
+        assert sum("=" in line for line in lines) >= 16
+        places.append(lines.index(needle) / len(lines))
     assert min(places) < 0.2
     assert max(places) > 0.8
 
@@ -40,15 +39,15 @@ def test_the_needle_is_there_once_anywhere_and_the_other_keys_differ():
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        ("{key}={value}", 1.0),
-        ("{value}", 1.0),
-        ("{key}", 0.0),
-        ("{key}={value} {key}={value}", 0.0),
-        ("other={value}", 0.0),
-        ("1000 {value}", 0.0),
+        ("code: {code}", 1.0),
+        ("{code}", 1.0),
+        ("code", 0.0),
+        ("code: {code} code: {code}", 0.0),
+        ("other: {code}", 0.0),
+        ("1000 {code}", 0.0),
     ],
 )
-async def test_only_the_value_counts(answer, reward):
+async def test_only_the_code_counts(answer, reward):
     family = Recall()
     task = next(family.tasks("test", cursor=0))
     last = Message(role=Role.ASSISTANT, content=answer.format(**task.data))
@@ -70,7 +69,7 @@ def test_a_misspelt_setting_names_the_nearest_one():
 
 
 def test_more_keys_than_there_are_words_are_refused():
-    with pytest.raises(ConfigError, match="other keys"):
+    with pytest.raises(ConfigError, match="there are"):
         Recall(num_pairs=(1, 500))
 
 
