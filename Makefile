@@ -5,12 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP_TRAIN := $(VENV)/.stamp-train
 STAMP_DEV := $(VENV)/.stamp-dev
+STAMP_PEERS := .venv-peers/.stamp
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 RUN_DIR ?= runs/quickstart
+# Passed to a benchmark: make bench-grpo BENCH="--threads 2 --repeats 15", make bench BENCH=--quick
+BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-grpo bench-async bench-exact bench-sandbox kill-test integration clean
+.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async kill-test peers integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +45,37 @@ contracts: $(STAMP_DEV) ## the layering contract
 
 docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes
 	$(BIN)/longarc config schema --format markdown > docs/config.md
+
+$(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
+	@bash scripts/setup_peers.sh "$(PYTHON)" && touch $@
+
+peers: $(STAMP_PEERS) ## make .venv-peers with what LongArc is measured against
+
+bench: ## all benchmarks, one after the other (docs/benchmarks.md)
+	@status=0; for name in engine exact sandbox grpo async; do \
+	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
+	done; exit $$status
+
+bench-engine: $(STAMP_DEV) ## sampling and training speed, beside transformers
+	@$(BIN)/python benchmarks/engine.py $(BENCH)
+
+bench-exact: $(STAMP_DEV) ## do engine and trainer compute the same log-probabilities?
+	@$(BIN)/python benchmarks/exactness.py $(BENCH)
+
+bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
+	@$(BIN)/python benchmarks/sandbox.py $(BENCH)
+
+bench-grpo: $(STAMP_DEV) $(STAMP_PEERS) ## one GRPO step, beside TRL
+	@$(BIN)/python benchmarks/grpo.py $(BENCH)
+
+bench-async: $(STAMP_DEV) ## asynchronous against synchronous RL, from the run in RUN_DIR
+	@$(BIN)/python benchmarks/asynchronous.py --run $(RUN_DIR) $(BENCH)
+
+kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
+	@$(BIN)/python benchmarks/kill_test.py $(BENCH)
+
+integration: $(STAMP_DEV) $(STAMP_PEERS) ## the tests that need the peers
+	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
