@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longarc.cli._exit import ExitCode
+from longarc.cli._numbers import positive_int
 
 if TYPE_CHECKING:
     from longarc.config.recipe import Recipe
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full", action="store_true", help="as many tasks as the recipe's tasks_per_family_full"
     )
-    parser.add_argument("--tasks", type=int, metavar="N", help="tasks per family, instead")
+    parser.add_argument("--tasks", type=positive_int, metavar="N", help="tasks per family, instead")
     parser.add_argument("--stages", nargs="+", metavar="STAGE", help="only these checkpoints")
     parser.add_argument("--families", nargs="+", metavar="FAMILY", help="only these families")
 
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longarc.pipeline.evaluation import evaluate, matrix_lines
     from longarc.pipeline.local import Interrupted, open_workspace, stopping_on_signals
     from longarc.pipeline.progress import ProgressLine
+    from longarc.pipeline.reporting import write_report
     from longarc.runs.directory import RunDirectory
 
     recipe = Recipe.model_validate(RunDirectory.look(arguments.run_dir).recipe())
@@ -68,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         except Interrupted:
             progress.say("stopped; give the same command again to go on")
             return ExitCode.INTERRUPTED
+    write_report(arguments.run_dir)
     for line in matrix_lines(orjson.loads(path.read_bytes())["cells"]):
         print(line)
     return ExitCode.OK

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from longarc.cli._exit import ExitCode
-from longarc.errors import LongArcError
+from longarc.errors import ConfigError, LongArcError
 
 SUMMARY = "list, show, audit and compare runs"
 
@@ -93,6 +93,8 @@ def _show_trajectory(arguments: argparse.Namespace) -> int:
 
     run_directory = RunDirectory.look(arguments.run_dir)
     with run_directory.read_ledger() as ledger:
+        if ledger.row(arguments.trajectory) is None:
+            raise ConfigError(ledger.unknown(arguments.trajectory))
         trajectory = ledger.trajectory(arguments.trajectory)
         row = ledger.row(arguments.trajectory)
         uses = ledger.uses(arguments.trajectory)

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 from longarc.cli._exit import ExitCode
+from longarc.cli._numbers import port, positive_int, temperature
 
 SUMMARY = "chat with what was trained"
 
@@ -21,19 +22,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--stage", help="whose final checkpoint; the newest finished one by default"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one")
+    parser.add_argument("--port", type=port, default=8000, help="port; 0 takes a free one")
     parser.add_argument(
         "--api-key",
         help="the key clients must send; LONGARC_API_KEY by default, else one is made and printed",
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="unless a request says otherwise"
+        "--temperature", type=temperature, default=1.0, help="unless a request says otherwise"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="of one answer"
+        "--max-new-tokens", type=positive_int, default=256, metavar="N", help="of one answer"
     )
     parser.add_argument(
-        "--max-context-tokens", type=int, default=4096, metavar="N", help="of a whole session"
+        "--max-context-tokens", type=positive_int, default=4096, metavar="N", help="of a whole session"
     )
     parser.add_argument("--thinking", action="store_true", help="let answers begin with thinking")
 

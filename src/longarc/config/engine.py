@@ -1,6 +1,8 @@
 """Settings of the embedded rollout engine."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from longarc.config.settings import Settings
 
@@ -18,3 +20,12 @@ class EngineConfig(Settings):
     """Prompt tokens computed between two decode steps [tokens]; bounds how long decoding waits."""
     num_threads: int = Field(1, ge=1)
     """Compute threads of the engine; engine and trainer threads together must not exceed the cores."""
+
+    @model_validator(mode="after")
+    def _running_fits_slots(self) -> Self:
+        if self.max_running > self.num_slots:
+            raise ValueError(
+                f"max_running={self.max_running} exceeds num_slots={self.num_slots}: every running "
+                f"sequence needs a slot. Lower max_running or raise num_slots."
+            )
+        return self

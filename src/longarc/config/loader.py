@@ -155,8 +155,8 @@ def _explained(schema: Schema, detail: ErrorDetails, overrides: Mapping[str, str
         case "value_error":
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         case _:
-            message = detail["msg"].removeprefix("Input should be ")
-            return f"{where} = {detail['input']!r}: should be {message}"
+            message = detail["msg"].replace("Input should be", "should be", 1)
+            return f"{where} = {detail['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
 def _suggestion(schema: Schema, holder: Mapping[str, Any], path: Sequence[str | int]) -> str:

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
 from longarc.config.engine import EngineConfig
 from longarc.config.model import GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
@@ -44,9 +45,9 @@ class InitialCheckpoint(Settings):
 class Recipe(Settings):
     """Everything that decides what a run does."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Name of the run's directory under ``runs/`` when none is given."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random."""
     model: ModelConfig = GlmMoeDsaConfig()
     """Shape of the model."""
@@ -59,9 +60,10 @@ class Recipe(Settings):
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where metrics go besides ``metrics.jsonl``."""
     trainer_threads: int = Field(1, ge=1)
-    """Compute threads of the trainer while an engine runs beside it."""
-    supervised_threads: int = Field(2, ge=1)
-    """Compute threads of the stages in which nothing else computes."""
+    """Compute threads of a trainer in a process of its own, beside the engine's ``engine.num_threads``."""
+    threads: int = Field(2, ge=1)
+    """Compute threads of whatever computes alone: supervised stages, and RL stages in which engine and
+    trainer take turns; at most the cores."""
     tasks: dict[str, TaskFamilyConfig] = Field(default_factory=dict)
     """Task families by the name that stages use."""
     stages: dict[str, StageConfig] = Field(min_length=1)
@@ -91,6 +93,22 @@ class Recipe(Settings):
         if self.tokenizer.path is None and self.initial is not None:
             raise ValueError(
                 "initial.path needs tokenizer.path: the tokenizer must be the one of the weights"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        check_names("stage", self.stages)
+        check_names("task family", self.tasks)
+        check_engine_fits(self.engine, self.stages)
+        if self.initial is not None:
+            return self  # the weights bring the shape of the model, which is checked when it is known
+        check_model_fits(self.model, self.stages)
+        if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"tokenizer.vocab_size={self.tokenizer.vocab_size} exceeds model.vocab_size="
+                f"{self.model.vocab_size}: ids above would have no embedding. Raise model.vocab_size "
+                f"or lower tokenizer.vocab_size"
             )
         return self
 

@@ -4,6 +4,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, strict about unknown keys, documented by docstring."""
+    """Base of every settings class: frozen, strict about unknown keys, documented by docstring.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    Every number is finite: JSON, which the resolved recipe is kept in, has no other.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )

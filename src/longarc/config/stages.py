@@ -106,7 +106,7 @@ class SftConfig(SupervisedConfig):
     conversations_per_step: int = Field(32, ge=1)
     """Demonstrations in one optimizer step [conversations]; what they share at the beginning is computed
     once."""
-    tasks: dict[str, TaskShare]
+    tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families and their shares of the conversations."""
     error_frac: float = Field(0.15, ge=0, le=1)
     """Share of conversations with an error and its correction; the error is context, never trained."""
@@ -141,7 +141,7 @@ class RlConfig(Settings):
 
     kind: Literal["reasoning_rl", "agentic_rl", "general_rl"]
     """Which stage this is: the three differ in tasks, loss and asynchrony, which are all settings."""
-    tasks: dict[str, TaskShare]
+    tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families and their shares of the groups."""
     loop: RolloutLoopConfig
     """How rollouts are scheduled against training steps."""
@@ -162,13 +162,23 @@ class RlConfig(Settings):
     checkpoint_every_steps: int = Field(20, ge=1)
     """A crash costs at most this many recomputed steps [optimizer steps]."""
 
+    @model_validator(mode="after")
+    def _can_learn(self) -> Self:
+        _check_samples(self.rollout)
+        if self.loop.group_size == 1:
+            raise ValueError(
+                "loop.group_size=1 leaves nothing to compare with: the group baseline makes every "
+                "advantage 0. Raise it to at least 2."
+            )
+        return self
+
 
 class DistillConfig(Settings):
     """On-policy cross-stage distillation; GLM-5 report, section 3.5, eq. 2."""
 
     kind: Literal["distill"] = "distill"
     """Which stage this is."""
-    tasks: dict[str, TaskShare]
+    tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families and their shares of the prompts."""
     teachers: dict[str, str]
     """For each family the earlier stage whose final checkpoint teaches it."""
@@ -194,6 +204,22 @@ class DistillConfig(Settings):
             raise ValueError(
                 f"families without a teacher: {missing}; name one of the earlier stages for each in [teachers]"
             )
+        idle = sorted(set(self.teachers) - set(self.tasks))
+        if idle:
+            raise ValueError(
+                f"teachers of families that the stage does not have: {idle}; its tasks are "
+                f"{sorted(self.tasks)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_learn(self) -> Self:
+        _check_samples(self.rollout)
+        if self.loop.dynamic_sampling:
+            raise ValueError(
+                "loop.dynamic_sampling=True would drop groups by their rewards, which distillation "
+                "does not learn from. Set loop.dynamic_sampling=false."
+            )
         return self
 
 
@@ -202,9 +228,9 @@ class EvalConfig(Settings):
 
     kind: Literal["eval"] = "eval"
     """Which stage this is."""
-    stages: list[str]
+    stages: list[str] = Field(min_length=1)
     """Stages whose final checkpoints are evaluated."""
-    tasks: dict[str, TaskShare]
+    tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families; shares are ignored."""
     tasks_per_family: int = Field(64, ge=1)
     """Held-out tasks per family and checkpoint [tasks]."""
@@ -216,6 +242,14 @@ class EvalConfig(Settings):
     """Wall-clock budget of one rollout [seconds]."""
     rollout: RolloutConfig = RolloutConfig()
     """How the policy is sampled: the training temperature."""
+
+
+def _check_samples(rollout: RolloutConfig) -> None:
+    if rollout.temperature == 0:
+        raise ValueError(
+            "rollout.temperature=0 always takes the likeliest token: there is nothing to compare, and "
+            "the policy's distribution has no gradient. Use a temperature above 0; 1 is usual."
+        )
 
 
 StageConfig: TypeAlias = Annotated[

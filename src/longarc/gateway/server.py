@@ -35,7 +35,7 @@ def bound_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """
     try:
         return socket.create_server((host, port), backlog=1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ResourceError(
             f"cannot listen on {host}:{port}: {error}. Choose another port, or 0 for a free one"
         ) from error

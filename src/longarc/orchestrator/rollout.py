@@ -198,7 +198,8 @@ class _Course:
             return
         task = self.admission.task
         if not self.episode.outcome.is_trainable:
-            self.fail(self.episode.outcome, "reported by the environment")
+            error = self.episode.info.get("error", "reported by the environment")
+            self.fail(self.episode.outcome, error)
             return
         try:
             async with asyncio.timeout(self.spec.grader_timeout_s):

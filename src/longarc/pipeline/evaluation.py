@@ -76,7 +76,12 @@ async def evaluate(
         version = read_manifest(checkpoint).policy_version
         loaded = workspace.load(checkpoint)
         async with serving(
-            workspace, loaded, config.rollout, policy_version=version, logs_turns=False
+            workspace,
+            loaded,
+            config.rollout,
+            policy_version=version,
+            num_threads=workspace.recipe.engine.num_threads,
+            logs_turns=False,
         ) as serve:
             for family in missing:
                 cell, metrics = await _cell(
@@ -195,8 +200,9 @@ def matrix_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
     families = sorted({cell["family"] for cell in cells})
     stages = list(dict.fromkeys(cell["stage"] for cell in cells))
     rates = {
-        (cell["stage"], cell["family"]): 100.0 * cell["num_solved"] / max(cell["num_graded"], 1)
+        (cell["stage"], cell["family"]): 100.0 * cell["num_solved"] / cell["num_graded"]
         for cell in cells
+        if cell["num_graded"]
     }
     width = max([len(stage) for stage in stages] + [10])
     lines = [" " * width + "".join(f"{family:>12}" for family in families)]

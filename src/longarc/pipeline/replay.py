@@ -1,7 +1,6 @@
 """Takes a recorded step again from the checkpoint before it, and compares the weights bit for bit."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,7 +61,7 @@ def _parse(recipe: Recipe, where: str) -> tuple[str, int]:
     stage, separator, number = where.rpartition(":")
     if not separator and len(rl_stages) == 1:
         stage = rl_stages[0]
-    if stage not in rl_stages or not number.isdigit():
+    if stage not in rl_stages or not number.isdecimal():
         raise ConfigError(
             f"--replay {where!r}: write STAGE:STEP with one of the stages {rl_stages}, e.g. "
             f"{rl_stages[0] if rl_stages else 'agentic_rl'}:3"
@@ -100,6 +99,4 @@ def _start(
         publish_directory=Path(scratch),
         teachers=teachers,
     )
-    # A replay is alone on the machine, but only the recorded thread count repeats the recorded sums.
-    spec = replace(spec, num_threads=recipe.trainer_threads)
     return (read_manifest(usable[-1]).step if usable else 0), spec

@@ -69,7 +69,14 @@ async def reinforce(
     async with _trainer(spec, config) as trainer:
         version = await _catch_up(workspace, stage, trainer, resumed)
         saver = _Saver(workspace, stage, config, trainer, loaded, first_version)
-        async with serving(workspace, loaded, config.rollout, policy_version=version) as serve:
+        recipe = workspace.recipe
+        async with serving(
+            workspace,
+            loaded,
+            config.rollout,
+            policy_version=version,
+            num_threads=recipe.engine.num_threads if config.trainer_process else recipe.threads,
+        ) as serve:
             families = workspace.families(config.tasks)
             result = await run_stage(
                 config.loop,
@@ -118,6 +125,7 @@ async def serving(
     rollout: RolloutConfig,
     *,
     policy_version: int,
+    num_threads: int,
     logs_turns: bool = True,
 ) -> AsyncIterator[Serving]:
     """Serve a checkpoint for rollouts until the block ends.
@@ -127,12 +135,13 @@ async def serving(
         loaded: the checkpoint.
         rollout: how it is sampled.
         policy_version: version [optimizer steps] of the weights the engine starts with.
+        num_threads: compute threads of the engine.
         logs_turns: whether each turn is durable before it is answered; an evaluation, which can be
             repeated, does without.
     """
     engine = EmbeddedEngine(
         workspace.load(loaded.path).model,
-        workspace.recipe.engine,
+        workspace.recipe.engine.model_copy(update={"num_threads": num_threads}),
         max_context_tokens=rollout.max_context_tokens,
         policy_version=policy_version,
         attention=loaded.attention,
@@ -199,7 +208,7 @@ def trainer_spec(
         micro_batch_tokens=config.micro_batch_tokens,
         temperature=config.rollout.temperature,
         router_bias_rate=0.0,
-        num_threads=recipe.trainer_threads,
+        num_threads=recipe.trainer_threads if config.trainer_process else recipe.threads,
         teachers=teachers,
     )
     if isinstance(config, RlConfig):

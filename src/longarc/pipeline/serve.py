@@ -56,7 +56,7 @@ async def serve(
         ConfigError: no stage is finished, or the asked one is not.
         ResourceError: the address cannot be had.
     """
-    stage = settings.stage or _newest(workspace)
+    stage = _asked(workspace, settings.stage)
     loaded = workspace.load(workspace.final(stage))
     listener = bound_socket(settings.host, settings.port)
     async with serving(
@@ -64,6 +64,7 @@ async def serve(
         loaded,
         settings.rollout,
         policy_version=loaded.manifest.policy_version,
+        num_threads=workspace.recipe.engine.num_threads,
     ) as served:
         sessions = _ServedSessions(workspace.ledger, served.gateway, settings)
         await sessions.recover()
@@ -161,7 +162,7 @@ def _served_trajectory(
     )
 
 
-def _newest(workspace: Workspace) -> str:
+def _asked(workspace: Workspace, stage: str | None) -> str:
     finished = [
         name
         for name, config in workspace.recipe.stages.items()
@@ -171,4 +172,8 @@ def _newest(workspace: Workspace) -> str:
         raise ConfigError(
             f"{workspace.run.path} has no finished training stage to serve; run or resume it first"
         )
-    return finished[-1]
+    if stage is not None and stage not in finished:
+        raise ConfigError(
+            f"--stage {stage!r} is no finished training stage of {workspace.run.path}; there are {finished}"
+        )
+    return stage or finished[-1]

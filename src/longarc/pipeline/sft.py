@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from longarc.config.stages import SftConfig
-from longarc.data.sft import Expert, ExpertShare, conversation_document, conversations
-from longarc.errors import ConfigError
+from longarc.data.sft import ExpertShare, conversation_document, conversations
+from longarc.pipeline.preflight import expert
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.tokens.chat_format import ChatFormat
@@ -17,12 +17,9 @@ async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
     loaded = workspace.load(workspace.input_checkpoint(stage))
     experts: dict[str, ExpertShare] = {}
     for name, family in workspace.families(config.tasks).items():
-        if not isinstance(family, Expert):
-            raise ConfigError(
-                f"stage {stage!r}: family {name!r} has no demonstration(index, error_frac=...) to imitate; "
-                f"remove it from the stage's tasks or add the method"
-            )
-        experts[name] = ExpertShare(expert=family, share_frac=config.tasks[name].share_frac)
+        experts[name] = ExpertShare(
+            expert=expert(stage, name, family), share_frac=config.tasks[name].share_frac
+        )
     is_sparse = loaded.attention == "sparse"
     await train_supervised(
         workspace,

@@ -47,7 +47,7 @@ async def train_supervised(
         first_step: steps of earlier phases of this stage [optimizer steps].
         is_last_phase: whether the stage is finished afterwards.
     """
-    torch.set_num_threads(workspace.recipe.supervised_threads)
+    torch.set_num_threads(workspace.recipe.threads)
     trainer = SupervisedTrainer(model, settings, policy_version=policy_version)
     directory = workspace.run.stage(stage)
     writer = directory.writer(keep_last=2)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import Recipe
 from longarc.config.stages import TaskShare
-from longarc.errors import CheckpointError, ConfigError, RolloutError, boundary
+from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_pretrained_dir, load_weights, save_weights
@@ -166,7 +167,7 @@ class Workspace:
         config = self.recipe.tasks[name]
         settings = {**config.settings, **share.settings}
         factory = load_object(config.path, kind=type)
-        with boundary(RolloutError, f"tasks.{name}: {config.path} with settings {settings}"):
+        with boundary(ConfigError, f"tasks.{name}: {config.path} with settings {settings}"):
             family = factory(**settings)
         if not isinstance(family, TaskFamily):
             raise ConfigError(
@@ -186,7 +187,15 @@ class Workspace:
             raise Interrupted
 
     def _tokenizer_sha256(self) -> str | None:
-        return Tokenizer.load(self.tokenizer_path).digest if self.tokenizer_path.exists() else None
+        if not self.tokenizer_path.exists():
+            return None
+        return _tokenizer_digest(self.tokenizer_path, self.tokenizer_path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _tokenizer_digest(path: Path, modified_ns: int) -> str:
+    """Digest of a tokenizer's file; its time of change is part of the key."""
+    return Tokenizer.load(path).digest
 
 
 def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) -> Loaded:

@@ -96,15 +96,17 @@ class LedgerReader:
         """
         found = list(load_trajectories(self._database, "t.id = ?", (trajectory_id,)))
         if not found:
-            likely = self._database.rows(
-                "SELECT id FROM trajectories WHERE id LIKE ? LIMIT 3", (f"%{trajectory_id}%",)
-            )
-            names = ", ".join(repr(row[0]) for row in likely)
-            hint = f"; there are {names}" if names else "; `longarc runs show RUN` lists some"
-            raise LedgerError(
-                f"ledger {self._database.path} has no trajectory {trajectory_id!r}{hint}"
-            )
+            raise LedgerError(self.unknown(trajectory_id))
         return found[0]
+
+    def unknown(self, trajectory_id: str) -> str:
+        """Return the message for an id that is not here: it names the likeliest three."""
+        likely = self._database.rows(
+            "SELECT id FROM trajectories ORDER BY instr(id, ?) = 0, rowid LIMIT 3", (trajectory_id,)
+        )
+        names = ", ".join(repr(row[0]) for row in likely)
+        hint = f"; there are {names}" if names else "; it has none at all"
+        return f"ledger {self._database.path} has no trajectory {trajectory_id!r}{hint}"
 
     def trajectories(
         self,

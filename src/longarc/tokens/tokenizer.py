@@ -9,6 +9,7 @@ byte-level model joins bytes, so that any sequence of ids has an exact byte stri
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -67,6 +68,10 @@ def _byte_of_char() -> dict[str, int]:
     }
 
 
+_CACHED_TEXTS = 2048
+"""Texts whose ids are remembered."""
+
+
 class Tokenizer:
     """A tokenizer whose control tokens can only be placed on purpose."""
 
@@ -82,6 +87,8 @@ class Tokenizer:
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values()) + 1
         added = {token["content"] for token in state["added_tokens"]}
+        # Rollouts say the same again and again: one system prompt, a group's one question.
+        self._encoded = lru_cache(maxsize=_CACHED_TEXTS)(self._encode)
         self._bytes = _byte_table(vocabulary, added, self._vocab_size, state)
 
     @classmethod
@@ -166,11 +173,14 @@ class Tokenizer:
 
         A lone surrogate, which is not text, counts as U+FFFD.
         """
+        return list(self._encoded(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._plain.encode(_unicode(text), add_special_tokens=False).ids
         if not self._special_ids.isdisjoint(ids):
             # Only a vocabulary that lists its control tokens twice gets here; single characters cannot match one.
-            return [i for char in _unicode(text) for i in self._plain.encode(char).ids]
-        return ids
+            return tuple(i for char in _unicode(text) for i in self._plain.encode(char).ids)
+        return tuple(ids)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of some ids; bytes that are not UTF-8 become U+FFFD.

@@ -24,7 +24,7 @@ from longarc.envs.sandbox.box import BwrapSandbox, Vessel
 from longarc.envs.sandbox.bubblewrap import explain
 from longarc.envs.sandbox.host import Host, look_up_host
 from longarc.envs.sandbox.spawn import Spawned, spawn
-from longarc.errors import ConfigError, LongArcError, SandboxError
+from longarc.errors import ConfigError, LongArcError, ResourceError, SandboxError
 from longarc.records.ports import SandboxSpec
 
 START_TIMEOUT_S = 60.0
@@ -84,13 +84,15 @@ class BwrapBackend:
         self._boxes: dict[BwrapSandbox, _Limits] = {}
         self._ids = itertools.count()
         self._is_closed = False
+        self._has_started_one = False
 
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
         """Start a box.
 
         Raises:
             ConfigError: the spec asks for something that cannot be.
-            SandboxError: it could not start; says what the machine lacks.
+            SandboxError: it could not start, though others did.
+            ResourceError: not even a first one could start; says what the machine lacks.
         """
         setup = setup_request(spec)
         await self._places.acquire()
@@ -101,7 +103,7 @@ class BwrapBackend:
             except SandboxError:  # it died while it waited
                 return await self.create(spec)
         else:
-            box = await self._create(spec, setup)
+            box = await self._first_or_further(spec, setup)
         box.expire_after(spec.lifetime_s)
         return box
 
@@ -140,6 +142,17 @@ class BwrapBackend:
             has_seccomp=seccomp,
             memory_limit="rlimit+watch",
         )
+
+    async def _first_or_further(self, spec: SandboxSpec, setup: list[bytes]) -> BwrapSandbox:
+        """Start a box; tell a machine that cannot run any from a box that was lost."""
+        try:
+            box = await self._create(spec, setup)
+        except SandboxError as error:
+            if self._has_started_one or self._is_closed:
+                raise
+            raise ResourceError(f"this machine cannot run sandboxes: {error}") from error
+        self._has_started_one = True
+        return box
 
     async def _create(self, spec: SandboxSpec, setup: list[bytes]) -> BwrapSandbox:
         try:

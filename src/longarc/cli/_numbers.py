@@ -1,0 +1,27 @@
+"""Numbers on the command line, refused where they are read."""
+
+import argparse
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def temperature(text: str) -> float:
+    """Read a finite number of at least 0."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{number} is not a temperature; 0 and more are")
+    return number
+
+
+def port(text: str) -> int:
+    """Read a port number, 0 included."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{number} is not a port; 0 to 65535 are")
+    return number
