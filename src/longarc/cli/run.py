@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from longarc.pipeline.local import Interrupted, open_workspace, run_recipe
+    from longarc.pipeline.preflight import check_recipe
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.replay import replay_step
     from longarc.pipeline.reporting import write_report
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
         recorded, computed = replay_step(recipe, run_dir, arguments.replay)
         return _say_replay(arguments.replay, recorded.weights_sha256, computed.weights_sha256)
+    check_recipe(recipe, is_new=not arguments.resume)
     with open_workspace(recipe, run_dir, resume=arguments.resume, progress=progress) as workspace:
         try:
             asyncio.run(run_recipe(workspace))

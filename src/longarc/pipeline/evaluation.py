@@ -139,7 +139,7 @@ async def _cell(
     }
     metrics = [
         Metric(f"success/{stage}/{family_name}", cell["num_solved"], cell["num_graded"]),
-        Metric("rollout/excluded", cell["num_excluded"], reduce="sum"),
+        Metric("excluded/environment_fault", cell["num_excluded"], reduce="sum"),
     ]
     return cell, metrics
 

@@ -29,7 +29,6 @@ from longarc.pipeline import (
     reasoning_rl,
     sft,
 )
-from longarc.pipeline.preflight import check_recipe
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.workspace import Interrupted, Workspace
 from longarc.runs.directory import RunDirectory
@@ -72,9 +71,7 @@ async def run_recipe(workspace: Workspace) -> None:
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything is saved.
-        ConfigError: a stage names something that is not there; found before the first one starts.
     """
-    check_recipe(workspace)
     with stopping_on_signals(workspace.stop):
         for name, config in workspace.recipe.stages.items():
             workspace.check_stop()

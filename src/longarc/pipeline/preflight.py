@@ -8,31 +8,33 @@ from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
 from longarc.config.load_object import load_object
+from longarc.config.recipe import Recipe
 from longarc.config.stages import DistillConfig, EvalConfig, LossConfig, RlConfig, SftConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError
-from longarc.pipeline.workspace import Workspace, check_fits
+from longarc.pipeline.workspace import check_fits, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
 
-def check_recipe(workspace: Workspace) -> None:
-    """Load what the recipe names by path, for every stage that is not finished.
+def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
+    """Load what the recipe names by path, before a run directory is made for it.
+
+    Args:
+        recipe: the recipe.
+        is_new: whether the run starts; a run that goes on has its own copy of the tokenizer.
 
     Raises:
-        ConfigError: an import path, a family's or a loss's settings, or the tokenizer is wrong.
+        ConfigError: an import path, or a family's or a loss's settings are wrong, or the tokenizer
+            is missing or does not fit the model.
+        CheckpointError: the tokenizer is damaged.
     """
-    recipe = workspace.recipe
-    if recipe.tokenizer.path is not None and not workspace.tokenizer_path.exists():
-        tokenizer = Tokenizer.load(Path(recipe.tokenizer.path))
-        if recipe.initial is None:
-            check_fits(tokenizer, recipe.model)
+    if is_new and recipe.tokenizer.path is not None:
+        _check_tokenizer(recipe, Path(recipe.tokenizer.path))
     for name, stage in recipe.stages.items():
-        if workspace.run.stage(name).final() is not None:
-            continue
         if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
-            families = workspace.families(stage.tasks)
-            if isinstance(stage, SftConfig):
-                for family_name, family in families.items():
+            for family_name, share in stage.tasks.items():
+                family = task_family(recipe, family_name, share)
+                if isinstance(stage, SftConfig):
                     expert(name, family_name, family)
         if isinstance(stage, RlConfig | DistillConfig):
             _check_loss(name, stage.loss)
@@ -50,6 +52,17 @@ def expert(stage: str, family_name: str, family: object) -> Expert:
             f"imitate; remove it from the stage's tasks or add the method"
         )
     return family
+
+
+def _check_tokenizer(recipe: Recipe, path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(
+            f"tokenizer.path = {str(path)!r} does not exist; name a tokenizer.json or a directory "
+            f"that holds one"
+        )
+    tokenizer = Tokenizer.load(path)
+    if recipe.initial is None:
+        check_fits(tokenizer, recipe.model)
 
 
 def _check_loss(stage: str, config: LossConfig) -> None:

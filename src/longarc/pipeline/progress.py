@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from longarc.records.metric import Metric, combine
+from longarc.records.outcome import Outcome
 
 SHOWN = {
     "loss/lm_nats": "loss {:.3f}",
     "loss/indexer_kl_nats": "indexer KL {:.3f}",
     "reward/mean": "reward {:.2f}",
     "lag/mean_steps": "lag {:.1f}",
-    "rollout/excluded": "excluded {:.0f}",
-    "rollout/lost": "lost {:.0f}",
     "train/tokens_per_s": "{:,.0f} tok/s",
-    "speed/trained_tokens_per_s": "{:,.0f} trained tok/s",
-    "speed/sampled_tokens_per_s": "{:,.0f} sampled tok/s",
+    "throughput/trained_tokens_per_s": "{:,.0f} trained/s",
+    "throughput/sampled_tokens_per_s": "{:,.0f} sampled/s",
 }
 """Which metrics the line shows, and how."""
 
@@ -70,11 +69,23 @@ class ProgressLine:
 
 
 def describe(values: Mapping[str, float]) -> str:
-    """Return the shown metrics and every family's success as one short text."""
-    parts = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
+    """Return the shown metrics, every family's success, and what was lost or excluded, as one short text."""
+    is_rl = "throughput/trained_tokens_per_s" in values
+    parts = [
+        form.format(values[name])
+        for name, form in SHOWN.items()
+        if name in values and not (is_rl and name == "train/tokens_per_s")
+    ]
     parts += [
         f"{name.removeprefix('success/')} {value:.0%}"
         for name, value in sorted(values.items())
-        if name.startswith("success/")
+        if name.startswith("success/") and name != "success/mean"
+    ]
+    lost = sum(
+        values.get(f"outcome/{outcome}", 0.0) for outcome in Outcome if not outcome.is_trainable
+    )
+    excluded = sum(value for name, value in values.items() if name.startswith("excluded/"))
+    parts += [
+        f"{name} {count:.0f}" for name, count in (("lost", lost), ("excluded", excluded)) if count
     ]
     return "  ".join(parts)

@@ -159,22 +159,8 @@ class Workspace:
         return {name: self.family(name, share) for name, share in shares.items()}
 
     def family(self, name: str, share: TaskShare) -> TaskFamily:
-        """Build one task family.
-
-        Raises:
-            ConfigError: the import path is wrong, or the family refuses its settings.
-        """
-        config = self.recipe.tasks[name]
-        settings = {**config.settings, **share.settings}
-        factory = load_object(config.path, kind=type)
-        with boundary(ConfigError, f"tasks.{name}: {config.path} with settings {settings}"):
-            family = factory(**settings)
-        if not isinstance(family, TaskFamily):
-            raise ConfigError(
-                f"tasks.{name}: {config.path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
-                f"and grade() (longarc.records.ports)"
-            )
-        return family
+        """Build one task family; see :func:`task_family`."""
+        return task_family(self.recipe, name, share)
 
     def record(self, stage: str, step: int, num_steps: int, metrics: Sequence[Metric]) -> None:
         """Write the metrics of 1-based ``step`` and show them."""
@@ -196,6 +182,25 @@ class Workspace:
 def _tokenizer_digest(path: Path, modified_ns: int) -> str:
     """Digest of a tokenizer's file; its time of change is part of the key."""
     return Tokenizer.load(path).digest
+
+
+def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
+    """Build one task family of a stage.
+
+    Raises:
+        ConfigError: the import path is wrong, or the family refuses its settings.
+    """
+    config = recipe.tasks[name]
+    settings = {**config.settings, **share.settings}
+    factory = load_object(config.path, kind=type)
+    with boundary(ConfigError, f"tasks.{name}: {config.path} with settings {settings}"):
+        family = factory(**settings)
+    if not isinstance(family, TaskFamily):
+        raise ConfigError(
+            f"tasks.{name}: {config.path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
+            f"and grade() (longarc.records.ports)"
+        )
+    return family
 
 
 def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) -> Loaded:
