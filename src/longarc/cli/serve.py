@@ -34,7 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=positive_int, default=256, metavar="N", help="of one answer"
     )
     parser.add_argument(
-        "--max-context-tokens", type=positive_int, default=4096, metavar="N", help="of a whole session"
+        "--max-context-tokens",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="of a whole session",
     )
     parser.add_argument("--thinking", action="store_true", help="let answers begin with thinking")
 

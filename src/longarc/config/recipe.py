@@ -102,7 +102,9 @@ class Recipe(Settings):
         check_names("task family", self.tasks)
         check_engine_fits(self.engine, self.stages)
         if self.initial is not None:
-            return self  # the weights bring the shape of the model, which is checked when it is known
+            return (
+                self  # the weights bring the shape of the model, which is checked when it is known
+            )
         check_model_fits(self.model, self.stages)
         if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(

@@ -112,6 +112,8 @@ class SftConfig(SupervisedConfig):
     """Share of conversations with an error and its correction; the error is context, never trained."""
     indexer_loss_coeff: float = Field(1.0, ge=0)
     """Weight of the indexer's KL; 0 freezes the indexer."""
+    indexer_stride: int = Field(1, ge=1)
+    """The indexer's KL looks at every n-th query; more than 1 saves time."""
 
 
 class LossConfig(Settings):

@@ -138,10 +138,28 @@ def _sums(rng: random.Random) -> str:
     return "\n".join([*lines, str(total)])
 
 
+def _chains(rng: random.Random) -> str:
+    """A sum, and its terms taken one by one."""
+    terms = [rng.randint(0, 9) for _ in range(rng.randint(2, 4))]
+    signs = [rng.choice("+-") for _ in terms[1:]]
+    question = " ".join(
+        [str(terms[0]), *(f"{s} {t}" for s, t in zip(signs, terms[1:], strict=True))]
+    )
+    total, lines = terms[0], [f"{question} ="]
+    for sign, term in zip(signs, terms[1:], strict=True):
+        result = total + term if sign == "+" else total - term
+        lines.append(f"{total}{sign}{term}={result}")
+        total = result
+    return "\n".join([*lines, str(total)])
+
+
 def _comparisons(rng: random.Random) -> str:
     """Which of two numbers is larger."""
     pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(rng.randint(2, 6))]
     return "\n".join(f"{a}{'<' if a < b else '>' if a > b else '='}{b}" for a, b in pairs)
 
 
-_KINDS: Final = (_session, _listing, _lookups, _repeat, _reversal, _sums, _comparisons)
+_KINDS: Final = (
+    *(_session, _session, _listing, _lookups, _repeat),
+    *(_reversal, _sums, _chains, _chains, _comparisons),
+)

@@ -58,6 +58,8 @@ class Pass:
     plan: AttentionPlan
     attention: Attention
     indexer_loss: IndexerLoss = "none"
+    indexer_stride: int = 1
+    """The sparse indexer loss looks at every ``indexer_stride``-th query."""
     cache: SlotCache | None = None
     flat_runs: FlatRuns | None = None
     """The plan for the native kernels, where they can do the attention of this pass."""
@@ -141,6 +143,7 @@ class Decoder(nn.Module):
         *,
         attention: Attention = "sparse",
         indexer_loss: IndexerLoss = "none",
+        indexer_stride: int = 1,
     ) -> ForwardOutput:
         """Compute the hidden state of every token of a packed layout.
 
@@ -151,6 +154,8 @@ class Decoder(nn.Module):
                 indexer is always dense.
             indexer_loss: which distillation loss of the indexer to compute: ``warmup`` against dense
                 attention, ``sparse`` against attention over the selected keys.
+            indexer_stride: with ``sparse``, how many queries there are for each one that the loss looks at;
+                neighbouring queries say nearly the same, and the loss costs as much as the attention.
 
         Raises:
             ContractError: ids and layout disagree, an id is not in the vocabulary, a sequence is too
@@ -177,14 +182,16 @@ class Decoder(nn.Module):
             flat_runs=plan.flat_runs() if native_for(self.output_weight) else None,
             attention=attention,
             indexer_loss=indexer_loss,
+            indexer_stride=indexer_stride,
         )
         hidden, outputs = self.model(self._padded(token_ids), step)
+        stride = indexer_stride if indexer_loss == "sparse" else 1
         losses = [o.indexer_loss_sum for o in outputs if o.indexer_loss_sum is not None]
         counts = [o.expert_counts for o in outputs if o.expert_counts is not None]
         return ForwardOutput(
             hidden=hidden[:num_tokens],
             indexer_loss_sum=torch.stack(losses).sum() if losses else hidden.new_zeros(()),
-            num_indexer_terms=num_tokens * len(losses),
+            num_indexer_terms=len(range(0, num_tokens, stride)) * len(losses),
             expert_counts=torch.stack(counts)
             if counts
             else hidden.new_zeros((0, 0), dtype=torch.long),

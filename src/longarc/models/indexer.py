@@ -154,8 +154,10 @@ class Indexer(nn.Module):
         rows: IndexerRows,
         selected_NS: Int[Tensor, "N S"],
         attention_NS: Float[Tensor, "N S"],
+        *,
+        stride: int = 1,
     ) -> Float[Tensor, ""]:
-        """Sum over queries ``KL(p || softmax of I)``, both over the selected keys.
+        """Sum over every ``stride``-th query ``KL(p || softmax of I)``, both over the selected keys.
 
         Source: GLM-5, section 3.2; DeepSeek-V3.2, equation 4.
 
@@ -163,15 +165,21 @@ class Indexer(nn.Module):
             rows: of all tokens; carries gradient.
             selected_NS: rows of the packed tokens.
             attention_NS: attention probabilities summed over heads; constant.
+            stride: how many queries there are for each one that is looked at.
         """
+        query, weight = (
+            rows.query[: len(selected_NS) : stride],
+            rows.weight[: len(selected_NS) : stride],
+        )
+        selected_NS, attention_NS = selected_NS[::stride], attention_NS[::stride]
         size = max(1, SCORED_FLOATS // (selected_NS.shape[1] * self._width))
         total = rows.key.new_zeros(())
         for start in range(0, len(selected_NS), size):
             block = slice(start, start + size)
             total = total + checkpoint(
                 _gathered_kl,
-                rows.query[block],
-                rows.weight[block],
+                query[block],
+                weight[block],
                 rows.key,
                 selected_NS[block],
                 attention_NS[block],

@@ -107,7 +107,9 @@ class SparseLatentAttention(nn.Module):
             )
         if step.indexer_loss == "none" or attention_NS is None:
             return attended, None
-        return attended, self.indexer.sparse_loss(rows, selected_NS, attention_NS)
+        return attended, self.indexer.sparse_loss(
+            rows, selected_NS, attention_NS, stride=step.indexer_stride
+        )
 
     def _dense(
         self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass

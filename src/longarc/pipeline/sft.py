@@ -31,6 +31,7 @@ async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
             micro_batch_tokens=config.micro_batch_tokens,
             attention=loaded.attention,
             indexer_loss_coeff=config.indexer_loss_coeff if is_sparse else 0.0,
+            indexer_stride=config.indexer_stride,
             router_bias_rate=config.router_bias_rate,
         ),
         model=loaded.model,

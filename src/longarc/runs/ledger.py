@@ -203,7 +203,12 @@ class Ledger(LedgerReader):
         disposition: Disposition | None = None,
         reason: str | None = None,
     ) -> None:
-        """Record the end of a rollout; it is on the disk when this returns.
+        """Record the end of a rollout; when this returns, no death of a process can lose it.
+
+        A loss of power can lose the trajectories since the last recorded step: the ledger is then the one
+        of an earlier moment, and a resumed stage runs those rollouts again. Waiting for the disk after
+        each of a hundred rollouts a second would cost more than half of the time. A served session,
+        which nobody can run again, is on the disk when this returns.
 
         Args:
             trajectory: what happened; its turn log is folded (deleted) in the same transaction.
@@ -216,7 +221,7 @@ class Ledger(LedgerReader):
         """
         # Encoding is the expensive part and needs no lock.
         body = trajectory_body(trajectory)
-        with self._database.transaction(durable=True):
+        with self._database.transaction(durable=disposition is Disposition.SERVED):
             self._complete(trajectory, disposition=disposition, reason=reason, body=body)
 
     def _complete(

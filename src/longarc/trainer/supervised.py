@@ -42,6 +42,8 @@ class SupervisedSettings:
     """Which keys are attended to; the indexer warm-up is always dense."""
     indexer_loss_coeff: float = 1.0
     """Factor on the indexer's KL under sparse attention; 0 freezes the indexer."""
+    indexer_stride: int = 1
+    """The sparse indexer loss looks at every n-th query."""
     router_bias_rate: float = 1e-3
     """Step of the loss-free expert balancing; 0 turns it off."""
 
@@ -141,6 +143,7 @@ class SupervisedTrainer:
             micro_batch.layout,
             attention="dense" if is_warmup else self._settings.attention,
             indexer_loss="warmup" if is_warmup else "sparse" if self._trains_indexer else "none",
+            indexer_stride=self._settings.indexer_stride,
         )
         total = output.indexer_loss_sum
         if not is_warmup:
