@@ -221,8 +221,8 @@ def report(results: dict[str, dict[int, Result]]) -> None:
         f"final success on held-out tasks, mean of {len(ours)} seed(s), peer {best}",
         f"{mean_ours:.1%}",
         peer=f"{mean_peer:.1%}",
-        bar=f">= peer - {spread:.1%}" if has_spread else "needs 2 seeds",
-        holds=has_spread and mean_ours >= mean_peer - spread,
+        bar=f"> 0, >= peer - {spread:.1%}" if has_spread else "needs 2 seeds",
+        holds=has_spread and mean_ours > 0 and mean_ours >= mean_peer - spread,
     )
     for arm in SYNC:
         table.row(

@@ -205,12 +205,14 @@ def open_peer(job: dict[str, Any], scratch: Path) -> Iterator[Peer | None]:
         return
     path = scratch / "job.json"
     path.write_text(json.dumps(job))
+    # make lets waiting threads sleep for the sake of LongArc's two processes; TRL is faster without.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     process = subprocess.Popen(
         [str(PEER_PYTHON), str(PEER_SCRIPT), str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(job["num_threads"])},
+        env={**environment, "OMP_NUM_THREADS": str(job["num_threads"])},
     )
     try:
         yield Peer(process)
@@ -252,6 +254,7 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
         "num_threads": options.threads,
         "num_steps": num_steps,
         "micro_batch_samples": options.peer_micro_batch,
+        "gradient_checkpointing": options.peer_checkpointing,
     }
     ours: list[Spent] = []
     peers: list[Spent] = []
@@ -315,6 +318,11 @@ def main() -> None:
         default=16,
         help="samples in one forward and backward of TRL; divides 64",
     )
+    parser.add_argument(
+        "--peer-checkpointing",
+        action="store_true",
+        help="leave TRL's gradient checkpointing on, as it comes",
+    )
     parser.add_argument("--quick", action="store_true", help="one step each: does it run at all?")
     options = parser.parse_args()
     if options.quick:
@@ -327,7 +335,8 @@ def main() -> None:
     versions = next(iter(measured.values())).versions
     print(
         f"Llama of {LLAMA.num_hidden_layers} layers, fp32, {options.threads} thread(s), median of "
-        f"{options.repeats} steps, load average {os.getloadavg()[0]:.1f}"
+        f"{options.repeats} steps, load average {os.getloadavg()[0]:.1f}; TRL: micro-batch "
+        f"{options.peer_micro_batch}, checkpointing {'on' if options.peer_checkpointing else 'off'}"
     )
     if versions:
         print("peer: " + ", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -96,7 +96,7 @@ def main() -> None:
             output_dir=job["scratch"],
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
+            gradient_checkpointing=job["gradient_checkpointing"],
             per_device_train_batch_size=job["micro_batch_samples"],
             gradient_accumulation_steps=num_samples // job["micro_batch_samples"],
             num_generations=job["group_size"],

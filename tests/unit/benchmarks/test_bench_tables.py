@@ -93,6 +93,11 @@ def test_success_below_the_spread_over_seeds_misses_its_bar(capsys):
     assert last_counts(asynchronous_report(capsys, speed=2000.0, successes=successes)) == (2, 2)
 
 
+def test_two_policies_that_solve_nothing_are_not_equally_good(capsys):
+    nothing = {name: [0.0, 0.0] for name in ("sync-1", "sync-2", "async")}
+    assert last_counts(asynchronous_report(capsys, speed=2000.0, successes=nothing)) == (1, 2)
+
+
 def test_one_seed_has_no_spread_to_be_within(capsys):
     same = {name: [0.5] for name in ("sync-1", "sync-2", "async")}
     assert last_counts(asynchronous_report(capsys, speed=2000.0, successes=same)) == (1, 2)
