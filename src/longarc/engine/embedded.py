@@ -288,7 +288,7 @@ class EmbeddedEngine:
             if len(self._running) + len(self._prefilling) >= self._config.max_running:
                 kept.append(request)
                 break
-            donor, length = self._slots.donor(request.prompt)
+            donor, length = self._slots.donor(request.prompt, request.session_id)
             if self._waits_for_prefill(request, length):
                 kept.append(request)
                 continue

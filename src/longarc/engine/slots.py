@@ -42,16 +42,25 @@ class SlotTable:
 
     def __init__(self, num_slots: int, capacity: int) -> None:
         self.slots = [Slot(index=i, capacity=capacity) for i in range(num_slots)]
+        self._last_of: dict[str, Slot] = {}
+        """The slot that each session used last; at most one entry a slot."""
         self._clock = 0
 
-    def donor(self, prompt: Ids) -> tuple[Slot | None, int]:
+    def donor(self, prompt: Ids, session_id: str) -> tuple[Slot | None, int]:
         """Return the slot that shares the longest prefix with ``prompt``, and its length [tokens].
 
-        The last prompt token is never counted: its state has to be computed for the next logits.
+        The session's own idle slot wins a tie, because nothing has to be copied from it; where all that
+        it holds is in the prompt (the next turn of a conversation), no other slot is looked at. The last
+        prompt token is never counted: its state has to be computed for the next logits.
         """
         best: Slot | None = None
         best_length = 0
         limit = len(prompt) - 1
+        own = self._last_of.get(session_id)
+        if own is not None and own.session_id == session_id and not own.is_busy and own.length:
+            best, best_length = own, common_prefix(own.tokens[: own.length], prompt[:limit])
+            if best_length == own.length:
+                return best, best_length
         for slot in self.slots:
             if slot.is_stale or slot.length <= best_length:
                 continue
@@ -72,7 +81,10 @@ class SlotTable:
             others = [slot for slot in idle if slot is not donor] or idle
             chosen = min(others, key=lambda s: (s.length > 0 and not s.is_stale, s.last_used))
         chosen.is_busy = True
+        if self._last_of.get(chosen.session_id) is chosen:
+            del self._last_of[chosen.session_id]
         chosen.session_id = session_id
+        self._last_of[session_id] = chosen
         chosen.last_used = self._clock
         return chosen
 

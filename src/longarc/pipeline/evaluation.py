@@ -81,7 +81,6 @@ async def evaluate(
             config.rollout,
             policy_version=version,
             num_threads=workspace.recipe.engine.num_threads,
-            logs_turns=False,
         ) as serve:
             for family in missing:
                 cell, metrics = await _cell(

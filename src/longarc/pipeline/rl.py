@@ -126,7 +126,7 @@ async def serving(
     *,
     policy_version: int,
     num_threads: int,
-    logs_turns: bool = True,
+    logs_turns: bool = False,
 ) -> AsyncIterator[Serving]:
     """Serve a checkpoint for rollouts until the block ends.
 
@@ -136,8 +136,9 @@ async def serving(
         rollout: how it is sampled.
         policy_version: version [optimizer steps] of the weights the engine starts with.
         num_threads: compute threads of the engine.
-        logs_turns: whether each turn is durable before it is answered; an evaluation, which can be
-            repeated, does without.
+        logs_turns: whether each turn is recorded before it is answered, so that a client can go on after a
+            crash. A rollout of ours cannot (its agent loop dies with the process and is run again), so
+            only served sessions log theirs.
     """
     engine = EmbeddedEngine(
         workspace.load(loaded.path).model,

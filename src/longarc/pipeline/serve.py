@@ -65,6 +65,7 @@ async def serve(
         settings.rollout,
         policy_version=loaded.manifest.policy_version,
         num_threads=workspace.recipe.engine.num_threads,
+        logs_turns=True,
     ) as served:
         sessions = _ServedSessions(workspace.ledger, served.gateway, settings)
         await sessions.recover()
