@@ -114,8 +114,8 @@ def test_a_trajectory_is_json_on_demand(run, capsys):
     assert len(shown["segments"][0]["behaviour_logprobs"]) == 12
 
 
-def test_an_unknown_trajectory_ends_with_4_and_names_some(run, capsys):
-    assert main(["runs", "show", str(run), "0/1"]) == 4
+def test_an_unknown_trajectory_is_a_usage_error_that_names_some(run, capsys):
+    assert main(["runs", "show", str(run), "0/1"]) == 2
     assert "there are 'rl/0/1/0'" in capsys.readouterr().err
 
 

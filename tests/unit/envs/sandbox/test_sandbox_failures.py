@@ -1,6 +1,7 @@
 """What the machine lacks is said with the value, what is allowed, and the fix."""
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from longarc.envs.sandbox import host as host_module
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.envs.sandbox.bubblewrap import explain, find_bubblewrap
 from longarc.envs.sandbox.host import look_up_host
-from longarc.errors import ConfigError, SandboxError
+from longarc.errors import ConfigError, ResourceError, SandboxError
 from longarc.records.ports import SandboxSpec
 
 
@@ -71,9 +72,11 @@ def test_a_binary_that_says_nothing_sensible_is_refused(fake_bwrap):
 )
 async def test_forbidden_namespaces_are_explained(fake_bwrap, complaint):
     backend = BwrapBackend(bwrap_candidates=[fake_bwrap("bubblewrap 0.11.0", complaint)])
-    with pytest.raises(SandboxError, match="unprivileged user namespaces: sysctl") as raised:
+    with pytest.raises(ResourceError, match="unprivileged user namespaces: sysctl") as raised:
         await backend.create(SandboxSpec(files={}))
     assert complaint in str(raised.value)
+    # No rollout can go on without boxes, so this must not look like the loss of one of them.
+    assert not isinstance(raised.value, SandboxError)
     found = await backend.probe()
     assert not found.is_usable
     assert not found.has_namespaces
@@ -86,14 +89,14 @@ async def test_a_failed_start_gives_its_place_back(fake_bwrap):
         max_boxes=1, bwrap_candidates=[fake_bwrap("bubblewrap 0.11.0", "bwrap: odd")]
     )
     for _ in range(3):
-        with pytest.raises(SandboxError, match=r"gave up \(bwrap: odd\).*longarc doctor"):
+        with pytest.raises(ResourceError, match=r"gave up \(bwrap: odd\).*longarc doctor"):
             await backend.create(SandboxSpec(files={}))
     await backend.close()
 
 
 async def test_a_missing_binary_fails_create_and_probe(tmp_path):
     backend = BwrapBackend(bwrap_candidates=[str(tmp_path / "none")])
-    with pytest.raises(SandboxError, match="no usable bubblewrap"):
+    with pytest.raises(ResourceError, match="no usable bubblewrap"):
         await backend.create(SandboxSpec(files={}))
     found = await backend.probe()
     assert (found.is_usable, found.bwrap_path) == (False, "")
@@ -184,4 +187,17 @@ async def test_the_wheel_may_lie_where_the_sandbox_user_cannot_go(capabilities, 
     backend = BwrapBackend(bwrap_candidates=[str(copy)])
     box = await backend.create(SandboxSpec(files={}))
     assert (await box.exec(["echo", "hello"])).stdout == b"hello\n"
+    await backend.close()
+
+
+async def test_a_box_that_fails_to_start_after_others_did_is_only_lost(fake_bwrap):
+    backend = BwrapBackend()
+    first = await backend.create(SandboxSpec(files={}))
+    await first.close()
+    broken = fake_bwrap("bubblewrap 0.11.0", "bwrap: odd")
+    backend._host = dataclasses.replace(
+        backend._host, bubblewrap=dataclasses.replace(backend._host.bubblewrap, path=broken)
+    )
+    with pytest.raises(SandboxError, match="a box did not start"):
+        await backend.create(SandboxSpec(files={}))
     await backend.close()

@@ -1,0 +1,135 @@
+"""Settings that contradict each other across the recipe are refused when it is read."""
+
+import copy
+
+import pytest
+
+from longarc.config.loader import validated
+from longarc.config.recipe import Recipe
+from longarc.errors import ConfigError
+
+LOOP = {"num_steps": 1, "group_size": 2, "max_concurrent_rollouts": 8}
+RECIPE = {
+    "name": "r",
+    "engine": {"num_slots": 8, "max_running": 8, "max_waiting": 8},
+    "tasks": {"t": {"path": "a.b:C"}},
+    "stages": {
+        "pretrain": {"kind": "pretrain", "num_steps": 1},
+        "rl": {"kind": "agentic_rl", "tasks": {"t": {}}, "loop": LOOP},
+        "distill": {
+            "kind": "distill",
+            "tasks": {"t": {}},
+            "teachers": {"t": "rl"},
+            "loop": {**LOOP, "dynamic_sampling": False},
+        },
+        "eval": {
+            "kind": "eval",
+            "stages": ["rl"],
+            "tasks": {"t": {}},
+            "max_concurrent_rollouts": 8,
+        },
+    },
+}
+
+
+def read(key: str = "name", value: object = "r") -> Recipe:
+    tree = copy.deepcopy(RECIPE)
+    *path, last = key.split(".")
+    node = tree
+    for part in path:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return validated(Recipe, tree, source="recipe")
+
+
+def test_the_recipe_as_it_stands_is_accepted():
+    assert list(read().stages) == ["pretrain", "rl", "distill", "eval"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "stages.rl.rollout.max_context_tokens",
+            5000,
+            r"'rl'.*max_context_tokens=5000.*max_position_embeddings=4096",
+        ),
+        (
+            "stages.eval.rollout.max_context_tokens",
+            5000,
+            r"'eval'.*5000.*max_position_embeddings=4096",
+        ),
+        (
+            "stages.pretrain.context_tokens",
+            5000,
+            r"'pretrain': context_tokens=5000.*embeddings=4096",
+        ),
+        ("tokenizer.vocab_size", 4096, r"vocab_size=4096 exceeds model.vocab_size=2048.*Raise"),
+        ("engine.max_running", 9, r"max_running=9 exceeds num_slots=8.*raise num_slots"),
+        (
+            "stages.rl.loop.max_concurrent_rollouts",
+            17,
+            r"'rl': loop.max_concurrent_rollouts=17.*=8",
+        ),
+        ("stages.eval.max_concurrent_rollouts", 17, r"'eval': max_concurrent_rollouts=17.*=8"),
+        ("stages.rl.rollout.temperature", 0, r"temperature=0 .*Use a temperature above 0"),
+        ("stages.distill.rollout.temperature", 0, r"temperature=0 .*Use a temperature above 0"),
+        (
+            "stages.rl.loop",
+            {**LOOP, "group_size": 1, "dynamic_sampling": False},
+            r"group_size=1.*at least 2",
+        ),
+        (
+            "stages.distill.loop.dynamic_sampling",
+            True,
+            r"does not learn from.*dynamic_sampling=false",
+        ),
+        (
+            "stages.distill.teachers.other",
+            "rl",
+            r"families that the stage does not have: \['other'\]",
+        ),
+        (
+            "stages.distill.teachers.t",
+            "eval",
+            r"\['eval'\] are not training stages before it; available",
+        ),
+        ("stages.rl.tasks", {}, r"stages.rl.tasks = \{\}: .*at least 1 item"),
+        ("stages.eval.stages", [], r"stages.eval.stages = \[\]: .*at least 1 item"),
+        ("stages.a/b", {"kind": "pretrain", "num_steps": 1}, r"already exist|file names"),
+        ("tasks.a/b", {"path": "a.b:C"}, r"task family 'a/b'.*file names and ids"),
+        (
+            "stages.serve",
+            {"kind": "midtrain", "num_steps": 1},
+            r"'serve'.*names that LongArc itself",
+        ),
+        (
+            "stages.eval-64",
+            {"kind": "midtrain", "num_steps": 1},
+            r"'eval-64'.*names that LongArc",
+        ),
+        ("stages.pretrain.optimizer", {"lr": float("inf")}, r"lr = inf: should be a finite number"),
+        (
+            "stages.rl.loss",
+            {"settings": {"low": float("nan")}},
+            r"low = nan: should be a finite number",
+        ),
+        ("seed", 2**63, r"seed = 9223372036854775808: should be less than"),
+        ("name", "..", r"name = '\.\.': string should match"),
+        ("stages.dsa", {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}, None),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_values_and_the_fix(key, value, message):
+    if message is None:
+        assert key.removeprefix("stages.") in read(key, value).stages
+        return
+    with pytest.raises(ConfigError, match=message):
+        read(key, value)
+
+
+def test_a_model_without_an_indexer_cannot_be_made_sparse():
+    tree = copy.deepcopy(RECIPE)
+    tree["model"] = {"family": "llama"}
+    tree["stages"]["dsa"] = {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}
+    with pytest.raises(ConfigError, match=r"'dsa'.*a llama model has no indexer; remove the stage"):
+        validated(Recipe, tree, source="recipe")
