@@ -55,10 +55,9 @@ _PHRASES: Final[Mapping[str, Mapping[str, str]]] = {
         ",": "joined by commas",
         "-": "joined by dashes",
         "/": "joined by slashes",
-        "+": "joined by pluses",
     },
-    "opening": {mark: f"after {mark}" for mark in (">", "*", "#", "=", "~", "@", "%", "&")},
-    "ending": {mark: f"ending with {mark}" for mark in ("!", "?", ";", ":", "^", "|", "$", ")")},
+    "opening": {">": "after >", "*": "after *", "#": "after #"},
+    "ending": {"!": "ending with !", "?": "ending with ?", ";": "ending with ;"},
 }
 _KINDS: Final = tuple(_PHRASES)
 
@@ -66,11 +65,11 @@ _KINDS: Final = tuple(_PHRASES)
 class FormatSettings(FamilySettings):
     """How many repetitions and constraints there are."""
 
-    times: Range = (2, 9)
+    times: Range = (2, 6)
     """How often the word is asked for."""
     task_constraints: Range = (3, 4)
     """Constraints of tasks, beside the number of words."""
-    expert_constraints: Range = (1, 2)
+    expert_constraints: Range = (1, 3)
     """Constraints of demonstrations; fewer, so that RL has something to gain."""
     is_partial: bool = False
     """Whether the reward is the share of constraints that hold, or 1 only where all do."""
@@ -111,7 +110,7 @@ class Instruction:
         something else.
         """
         body = answer.removeprefix(self.opening).removesuffix(self.ending)
-        pieces = re.split(r"[ ,/+-]", body)
+        pieces = re.split(r"[ ,/-]", body)
         wanted = self.word.upper() if self.case == "upper" else self.word
         held = {
             "times": len(pieces) == self.times,

@@ -81,7 +81,9 @@ def test_there_are_a_thousand_different_test_tasks_and_then_no_more(kind):
     small = {"task_tokens": (40, 60)} if kind is Recall else {}
     tasks = list(kind(num_test_tasks=1000, **small).tasks("test", cursor=0))
     assert len(tasks) == 1000
-    assert len({(t.messages, str(t.data)) for t in tasks}) >= 985
+    # format has few problems in all: a thousand draws of its test side repeat some.
+    least = 850 if kind is Format else 985
+    assert len({(t.messages, str(t.data)) for t in tasks}) >= least
 
 
 @pytest.mark.parametrize("kind", [Reasoning, Recall, Format])
@@ -127,7 +129,7 @@ def test_a_negative_cursor_is_refused(kind):
     ("family", "fingerprint"),
     [
         (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "fd87a7156fd410cd"),
-        (Format(), "01edf809af67854f"),
+        (Format(), "fc2fff494f6c60b2"),
         (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "d5d7b60c674c1fd4"),
     ],
     ids=["files", "format", "recall"],
