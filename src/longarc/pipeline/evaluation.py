@@ -117,6 +117,7 @@ async def _cell(
 
     async def one(index: int, task: Task) -> Trajectory:
         async with slots:
+            workspace.check_stop()
             admission = _admission(workspace, name, stage, family_name, index, task, version)
             trajectory = await run_rollout(
                 admission, family, serve.gateway, serve.sandboxes, spec=spec, clock=time.time

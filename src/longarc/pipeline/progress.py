@@ -26,15 +26,15 @@ class ProgressLine:
 
     def __init__(
         self,
-        stream: TextIO = sys.stdout,
+        stream: TextIO | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         plain_every_s: float = 5.0,
     ) -> None:
-        self._stream = stream
+        self._stream = stream or sys.stdout
         self._clock = clock
         self._plain_every_s = plain_every_s
-        self._is_live = stream.isatty()
+        self._is_live = self._stream.isatty()
         self._stage = ""
         self._stage_started_s = 0.0
         self._first_step = 0

@@ -27,8 +27,13 @@ WORDS: Final = (
 
 # Names of different things are different words: "the last directory that was named" is then found by one
 # attention head from what a word is, while telling two words of one kind apart takes a chain of heads.
-DIRECTORIES: Final = WORDS[:10]
-FILE_NAMES: Final = WORDS[10:34]
-FILE_IDS: Final = WORDS[34:54]
-CODE_WORDS: Final = (WORDS[54:79], WORDS[79:104])
+# Words with a second job in a conversation or in Python are kept out: measured, they were never copied.
+_SPOKEN_FOR: Final = frozenset(
+    ("class", "command", "code", "format", "error", "print", "file", "path")
+)
+_NAMES: Final = tuple(word for word in WORDS if word not in _SPOKEN_FOR)
+DIRECTORIES: Final = _NAMES[:10]
+FILE_NAMES: Final = _NAMES[10:34]
+FILE_IDS: Final = _NAMES[34:50]
+CODE_WORDS: Final = (_NAMES[50:74], _NAMES[74:98])
 """First and second words of a code."""

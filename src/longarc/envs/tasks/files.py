@@ -68,6 +68,8 @@ class FilesSettings(FamilySettings):
     """Directories that hold several files."""
     indirect_frac: Frac = 0.25
     """Share of pointers that name a directory or an id, so that ls or grep is needed."""
+    expert_indirect_frac: Frac = 0.5
+    """The same in demonstrations; more, because ids are learned from these pointers alone."""
     max_turns: int = Field(14, ge=2)
     """Answers the policy may give [turns]."""
     command_timeout_s: float = Field(5.0, gt=0)
@@ -171,11 +173,15 @@ class Files:
         key = f"{self.name}/{self.settings.seed}/{purpose}/{index}"
         code = draw_in_split(_code, str, split=split, key=key)
         rng = rng_of(key, split, "tree")
-        return self._draw(rng, code, num_hops=rng.randint(*hops))
+        is_expert = purpose == "expert"
+        indirect_frac = (
+            self.settings.expert_indirect_frac if is_expert else self.settings.indirect_frac
+        )
+        return self._draw(rng, code, num_hops=rng.randint(*hops), indirect_frac=indirect_frac)
 
-    def _draw(self, rng: random.Random, code: str, *, num_hops: int) -> Trail:
+    def _draw(self, rng: random.Random, code: str, *, num_hops: int, indirect_frac: float) -> Trail:
         kinds = [
-            rng.choice(_KINDS[1:]) if rng.random() < self.settings.indirect_frac else _KINDS[0]
+            rng.choice(_KINDS[1:]) if rng.random() < indirect_frac else _KINDS[0]
             for _ in range(num_hops)
         ]
         num_files = num_hops + self.settings.num_distractors
@@ -253,7 +259,7 @@ def _opening(trail: Trail) -> tuple[Message, ...]:
 
 
 def _code(rng: random.Random, *, other_than: str = "") -> str:
-    """Two words; a guess is right once in 462."""
+    """Two words; a guess is right once in 576."""
     while (code := "-".join(rng.choice(words) for words in CODE_WORDS)) == other_than:
         pass
     return code

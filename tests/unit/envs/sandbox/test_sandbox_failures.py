@@ -152,7 +152,7 @@ async def test_a_machine_without_a_system_python_shows_its_own_or_says_why_not(
     try:
         box = await backend.create(SandboxSpec(files={}))
         said = (await box.exec(["cat", "/proc/1/cmdline"])).stdout.decode()
-    except SandboxError as error:  # it lies where the sandbox user cannot go
+    except ResourceError as error:  # it lies where the sandbox user cannot go
         said = str(error)
     await backend.close()
     assert said.startswith(sys.base_prefix) or "install python3 from your system" in said
