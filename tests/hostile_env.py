@@ -72,9 +72,7 @@ class Hostile:
         for index in count(cursor):
             mode = self.modes[index % len(self.modes)]
             ask = Message(role=Role.USER, content=self.prompt)
-            yield Task(
-                id=f"{mode}/{split}/{index}", family="hostile", split=split, messages=(ask,)
-            )
+            yield Task(id=f"{mode}/{split}/{index}", family="hostile", split=split, messages=(ask,))
 
     def open(self, task, *, sandboxes, seed):
         return HostileEnv(task, task.id.split("/")[0], sandboxes)
