@@ -115,8 +115,13 @@ class Recipe(Settings):
         return self
 
     def _check_tasks(self, name: str, stage: StageConfig) -> None:
+        used: set[str] = set()
         if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
-            unknown = sorted(set(stage.tasks) - set(self.tasks))
+            used = set(stage.tasks)
+        elif stage.demonstrations is not None:
+            used = set(stage.demonstrations.tasks)
+        if used:
+            unknown = sorted(used - set(self.tasks))
             if unknown:
                 raise ValueError(
                     f"stage {name!r} uses task families {unknown}, but the recipe's [tasks] has {sorted(self.tasks)}"

@@ -40,6 +40,26 @@ class CorpusConfig(Settings):
     """Share of tokens from generated copy-rich text (listings, key=value, references)."""
 
 
+class TaskShare(Settings):
+    """How much of a stage one task family gets, and how hard its tasks are there."""
+
+    share_frac: float = Field(1.0, gt=0)
+    """Relative share; shares are normalised over the stage."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword settings for the family, over those of the recipe's ``tasks``."""
+
+
+class DemonstrationsConfig(Settings):
+    """Expert conversations among the text of a stage (multitask instruction pre-training, GLM-130B)."""
+
+    tasks: dict[str, TaskShare]
+    """Families and their shares of the conversations."""
+    conversations_per_step: int = Field(16, ge=1)
+    """Demonstrations in each optimizer step, beside its text [conversations]."""
+    error_frac: float = Field(0.15, ge=0, le=1)
+    """Share of conversations with an error and its correction; the error is context, never trained."""
+
+
 class PretrainConfig(TextStageConfig):
     """Causal language modelling on real text; trains the tokenizer first."""
 
@@ -49,6 +69,8 @@ class PretrainConfig(TextStageConfig):
     """Length of one document [tokens]."""
     corpus: CorpusConfig = CorpusConfig()
     """What is read."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Expert conversations beside the text; None for none."""
     head_from_embedding: bool = True
     """Whether the output projection starts as a copy of the embedding; both are trained apart. A copied
     token is then predicted as soon as it is attended to, which a small model learns several times sooner."""
@@ -65,6 +87,8 @@ class MidtrainConfig(TextStageConfig):
     """New RoPE base; None keeps the model's."""
     corpus: CorpusConfig = CorpusConfig()
     """What is read."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Expert conversations beside the text; None for none."""
     long_share_frac: float = Field(0.3, ge=0, le=1)
     """Share of documents that need their whole length (recall among distractors)."""
 
@@ -85,17 +109,10 @@ class DsaConfig(TextStageConfig):
     """Length of one document [tokens]."""
     corpus: CorpusConfig = CorpusConfig()
     """What is read."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Expert conversations beside the text; None for none."""
     long_share_frac: float = Field(0.3, ge=0, le=1)
     """Share of documents that need their whole length."""
-
-
-class TaskShare(Settings):
-    """How much of a stage one task family gets, and how hard its tasks are there."""
-
-    share_frac: float = Field(1.0, gt=0)
-    """Relative share; shares are normalised over the stage."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword settings for the family, over those of the recipe's ``tasks``."""
 
 
 class SftConfig(SupervisedConfig):

@@ -8,6 +8,7 @@ model trains on the keys that the indexer selects, and the indexer goes on learn
 from longarc.config.stages import DsaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
+from longarc.pipeline.demonstrations import with_demonstrations
 from longarc.pipeline.midtrain import supports_sparse
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
@@ -36,7 +37,14 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
         long_share_frac=config.long_share_frac,
         seed=seed,
     )
-    documents = StepDocuments(stream, tokens_per_step=config.tokens_per_step)
+    documents = with_demonstrations(
+        workspace,
+        stage,
+        StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+        config.demonstrations,
+        max_tokens=config.micro_batch_tokens,
+        seed=seed + 100,
+    )
     version = loaded.manifest.policy_version
     resumed = workspace.run.stage(stage).latest()
     if resumed is None or read_manifest(resumed).step <= config.warmup_steps:

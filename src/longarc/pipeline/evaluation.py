@@ -12,9 +12,10 @@ from typing import Any
 import orjson
 
 from longarc.config.stages import EvalConfig
+from longarc.errors import ContractError
 from longarc.orchestrator.rollout import RolloutSpec, run_rollout
 from longarc.pipeline.rl import Serving, sampling_of, serving
-from longarc.pipeline.workspace import Workspace
+from longarc.pipeline.workspace import Interrupted, Workspace
 from longarc.records.metric import Metric
 from longarc.records.outcome import Disposition
 from longarc.records.ports import TaskFamily
@@ -63,7 +64,7 @@ async def evaluate(
     directory = workspace.run.stage(name).path
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_FILE
-    results: dict[str, Any] = orjson.loads(path.read_bytes()) if path.exists() else {"cells": []}
+    results = _results_so_far(path)
     done = {(cell["stage"], cell["family"], cell["num_tasks"]) for cell in results["cells"]}
     wanted = [(s, f) for s in stages for f in families if (s, f, num_tasks) not in done]
     position = len(stages) * len(families) - len(wanted)
@@ -94,6 +95,18 @@ async def evaluate(
     return path
 
 
+def _results_so_far(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"cells": []}
+    try:
+        results: dict[str, Any] = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ContractError(
+            f"{path} is damaged: {error}. Remove it, and its cells are evaluated again."
+        ) from error
+    return results
+
+
 async def _cell(
     workspace: Workspace,
     name: str,
@@ -115,9 +128,10 @@ async def _cell(
     )
     slots = asyncio.Semaphore(config.max_concurrent_rollouts)
 
-    async def one(index: int, task: Task) -> Trajectory:
+    async def one(index: int, task: Task) -> Trajectory | None:
         async with slots:
-            workspace.check_stop()
+            if workspace.stop.is_set():
+                return None
             admission = _admission(workspace, name, stage, family_name, index, task, version)
             trajectory = await run_rollout(
                 admission, family, serve.gateway, serve.sandboxes, spec=spec, clock=time.time
@@ -128,7 +142,10 @@ async def _cell(
     tasks = list(islice(family.tasks("test", cursor=0), num_tasks))
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(one(i, task)) for i, task in enumerate(tasks)]
-    trajectories = [task.result() for task in running]
+    ended = [task.result() for task in running]
+    trajectories = [trajectory for trajectory in ended if trajectory is not None]
+    if len(trajectories) < len(tasks):
+        raise Interrupted  # a cell is whole or is done again
     elapsed_s = time.perf_counter() - started_s
     cell = summarise(trajectories) | {
         "stage": stage,

@@ -4,6 +4,7 @@ from longarc.config.model import GlmMoeDsaConfig
 from longarc.config.stages import MidtrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
+from longarc.pipeline.demonstrations import with_demonstrations
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
@@ -34,7 +35,14 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
         ),
         model=with_rope_theta(loaded.model, config.rope_theta),
         policy_version=loaded.manifest.policy_version,
-        documents=StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+        documents=with_demonstrations(
+            workspace,
+            stage,
+            StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+            config.demonstrations,
+            max_tokens=config.micro_batch_tokens,
+            seed=seed + 100,
+        ),
     )
 
 

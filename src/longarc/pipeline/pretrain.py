@@ -6,6 +6,7 @@ from longarc.config.model import ModelConfig
 from longarc.config.stages import PretrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
+from longarc.pipeline.demonstrations import with_demonstrations
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
@@ -36,7 +37,14 @@ async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
             workspace.recipe.model, seed=seed, head_from_embedding=config.head_from_embedding
         ),
         policy_version=0,
-        documents=StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+        documents=with_demonstrations(
+            workspace,
+            stage,
+            StepDocuments(stream, tokens_per_step=config.tokens_per_step),
+            config.demonstrations,
+            max_tokens=config.micro_batch_tokens,
+            seed=seed + 100,
+        ),
     )
 
 

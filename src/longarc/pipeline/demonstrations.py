@@ -1,0 +1,101 @@
+"""Expert conversations as the documents of a step: all of sft, and a part of the stages before it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from longarc.config.stages import DemonstrationsConfig, TaskShare
+from longarc.data.sft import Expert, ExpertShare, conversation_document, conversations
+from longarc.errors import ConfigError
+from longarc.pipeline.supervised import Documents
+from longarc.pipeline.workspace import Workspace
+from longarc.tokens.chat_format import ChatFormat
+from longarc.trainer.packing import Document
+
+
+def experts_of(
+    workspace: Workspace, stage: str, tasks: Mapping[str, TaskShare]
+) -> dict[str, ExpertShare]:
+    """Return the experts of the families of a stage.
+
+    Raises:
+        ConfigError: a family has nothing to imitate.
+    """
+    experts: dict[str, ExpertShare] = {}
+    for name, family in workspace.families(tasks).items():
+        if not isinstance(family, Expert):
+            raise ConfigError(
+                f"stage {stage!r}: family {name!r} has no demonstration(index, error_frac=...) to imitate; "
+                f"remove it from the stage's tasks or add the method"
+            )
+        experts[name] = ExpertShare(expert=family, share_frac=tasks[name].share_frac)
+    return experts
+
+
+def with_demonstrations(
+    workspace: Workspace,
+    stage: str,
+    text: Documents,
+    config: DemonstrationsConfig | None,
+    *,
+    max_tokens: int,
+    seed: int,
+) -> Documents:
+    """Return the documents of each step: its text, and its demonstrations if the stage has any."""
+    if config is None:
+        return text
+    shown = StepConversations(
+        experts_of(workspace, stage, config.tasks),
+        workspace.chat_format(),
+        conversations_per_step=config.conversations_per_step,
+        error_frac=config.error_frac,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    return lambda step: [*text(step), *shown(step)]
+
+
+class StepConversations:
+    """The rendered demonstrations of each step, by step; going back costs a new start."""
+
+    def __init__(
+        self,
+        experts: Mapping[str, ExpertShare],
+        chat_format: ChatFormat,
+        *,
+        conversations_per_step: int,
+        error_frac: float,
+        max_tokens: int,
+        seed: int,
+    ) -> None:
+        """Keep the experts.
+
+        Args:
+            experts: who is imitated, and how often.
+            chat_format: how a conversation becomes tokens.
+            conversations_per_step: demonstrations in one optimizer step.
+            error_frac: share of them with an error and its correction.
+            max_tokens: a longer demonstration is an error [tokens].
+            seed: of the mixture.
+        """
+        self._experts = experts
+        self._format = chat_format
+        self._per_step = conversations_per_step
+        self._error_frac = error_frac
+        self._max_tokens = max_tokens
+        self._seed = seed
+
+    def __call__(self, step: int) -> Sequence[Document]:
+        """Return the demonstrations of 0-based ``step``."""
+        return list(self._read(step))
+
+    def _read(self, step: int) -> Iterator[Document]:
+        stream = conversations(
+            self._experts,
+            cursor=step * self._per_step,
+            error_frac=self._error_frac,
+            seed=self._seed,
+        )
+        for _ in range(self._per_step):
+            document = conversation_document(
+                next(stream), self._format, max_tokens=self._max_tokens
+            )
+            yield Document(token_ids=document.token_ids, train_mask=document.train_mask)

@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import pytest
+
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
+from longarc.data.sft import ExpertShare
+from longarc.envs.tasks.format import Format
+from longarc.errors import ConfigError
+from longarc.pipeline.demonstrations import StepConversations
+from longarc.tokens.glm import GlmFormat
+from token_samples import small_tokenizer
+
+SMOKE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
+
+
+def conversations(seed=0):
+    return StepConversations(
+        {"format": ExpertShare(expert=Format())},
+        GlmFormat(small_tokenizer()),
+        conversations_per_step=3,
+        error_frac=0.0,
+        max_tokens=500,
+        seed=seed,
+    )
+
+
+def test_a_step_has_the_same_demonstrations_whatever_was_read_before():
+    first, second = conversations(), conversations()
+    expected = [first(step) for step in range(3)]
+    assert second(2) == expected[2]
+    assert second(0) == expected[0]
+    assert expected[0] != expected[1]
+    assert all(len(documents) == 3 for documents in expected)
+
+
+def test_a_stage_that_shows_an_unknown_family_is_refused():
+    override = "stages.pretrain.demonstrations={tasks={nosuch={}}}"
+    with pytest.raises(ConfigError, match="nosuch"):
+        load_settings(Recipe, SMOKE, overrides=[override])
