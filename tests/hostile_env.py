@@ -31,6 +31,18 @@ MODES = (
 )
 
 
+def once(flag, act):
+    """Act unless the file is there, which is made."""
+    if not Path(flag).exists():
+        Path(flag).touch()
+        act()
+
+
+def kill_children():
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGKILL)
+
+
 @dataclass
 class HostileEnv:
     """One rollout that goes wrong in the way its task says."""
@@ -38,8 +50,11 @@ class HostileEnv:
     task: Task
     mode: str
     sandboxes: object
+    asks_to_stop: str
 
     async def run(self, policy):
+        if self.asks_to_stop and self.task.split == "test":
+            once(self.asks_to_stop, lambda: os.kill(os.getpid(), signal.SIGTERM))
         if self.mode == "raises":
             raise ValueError("the world is broken")
         if self.mode == "returns_garbage":
@@ -64,9 +79,14 @@ class Hostile:
     name = "hostile"
     thinking = False
 
-    def __init__(self, *, modes=MODES, flag="", prompt="Say it.") -> None:
-        """Take the modes in turn; ``flag`` is the file without which the trainer process is killed."""
+    def __init__(self, *, modes=MODES, flag="", prompt="Say it.", asks_to_stop=""):
+        """Take the modes in turn.
+
+        The files ``flag`` and ``asks_to_stop`` are made once the trainer process was killed, and once
+        the process was asked to stop during an evaluation; empty does neither.
+        """
         self.modes, self.flag, self.prompt = tuple(modes), flag, prompt
+        self.asks_to_stop = asks_to_stop
 
     def tasks(self, split: str, *, cursor: int) -> Iterator[Task]:
         for index in count(cursor):
@@ -75,7 +95,7 @@ class Hostile:
             yield Task(id=f"{mode}/{split}/{index}", family="hostile", split=split, messages=(ask,))
 
     def open(self, task, *, sandboxes, seed):
-        return HostileEnv(task, task.id.split("/")[0], sandboxes)
+        return HostileEnv(task, task.id.split("/")[0], sandboxes, self.asks_to_stop)
 
     async def grade(self, task, episode):
         mode, _, index = task.id.split("/")
@@ -85,10 +105,8 @@ class Hostile:
             raise KeyError("no answer key")
         if mode == "grade_is_garbage":
             return "ten points"
-        if self.flag and int(index) > 1 and not Path(self.flag).exists():
-            Path(self.flag).touch()
-            for child in multiprocessing.active_children():
-                os.kill(child.pid, signal.SIGKILL)
+        if self.flag and int(index) > 1:
+            once(self.flag, kill_children)
         return Reward(value=float(len(episode.messages[-1].content) % 2))
 
 

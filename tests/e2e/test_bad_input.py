@@ -186,6 +186,25 @@ def test_a_trainer_process_that_is_killed_ends_the_run_which_can_be_resumed(
     goes_on(*own)
 
 
+def test_a_stop_in_the_middle_of_a_cell_of_the_matrix_is_quick_and_the_cell_is_done_again(
+    longarc, goes_on, tmp_path
+):
+    own = (
+        *set_("tasks.hostile.settings.asks_to_stop", tmp_path / "stopped"),
+        *set_("stages.eval.tasks_per_family", 40),
+        *set_("stages.eval.max_concurrent_rollouts", 2),
+    )
+    code, said = longarc("run", *own)
+    assert code == 130
+    assert "--resume" in said
+    results = tmp_path / "run" / "stages" / "eval" / "results.json"
+    assert not results.exists()
+    with RunDirectory.look(tmp_path / "run").read_ledger() as ledger:
+        assert len(ledger.rows(stage="eval")) < 40
+    goes_on(*own)
+    assert [cell["num_graded"] for cell in orjson.loads(results.read_bytes())["cells"]] == [40]
+
+
 def script(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -297,6 +316,30 @@ def test_a_tokenizer_of_another_run_does_not_fit_the_weights(finished, longarc, 
     assert code == 4
     assert "CheckpointError: " in said
     assert "tokenizer" in said
+
+
+def test_a_run_of_a_version_with_other_options_is_told_apart_from_a_crash(
+    finished, longarc, tmp_path
+):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "recipe.json"
+    path.write_bytes(orjson.dumps({**orjson.loads(path.read_bytes()), "supervised_threads": 2}))
+    for command in ("eval", "serve"):
+        code, said = longarc(command, tmp_path / "run")
+        assert code == 2
+        assert "supervised_threads: unknown key" in said
+    assert longarc("models", "info", tmp_path / "run")[0] == 2
+
+
+def test_a_damaged_matrix_is_named_and_can_be_removed(finished, longarc, goes_on, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    results = tmp_path / "run" / "stages" / "eval" / "results.json"
+    results.write_bytes(results.read_bytes()[:50])
+    code, said = longarc("run", "--resume")
+    assert code == 4
+    assert f"ContractError: {results} is damaged" in said
+    results.unlink()
+    goes_on()
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,17 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> "Recipe":
     from longarc.config.recipe import Recipe
 
     return load_settings(Recipe, path, overrides=overrides)
+
+
+def recipe_of_run(run_dir: Path) -> "Recipe":
+    """Read the recipe that a run was started with.
+
+    Raises:
+        ConfigError: there is no run, or its recipe is not one that this version accepts.
+        ContractError: the file is damaged.
+    """
+    from longarc.config.loader import validated
+    from longarc.config.recipe import Recipe
+    from longarc.runs.directory import RECIPE, RunDirectory
+
+    return validated(Recipe, RunDirectory.look(run_dir).recipe(), source=str(run_dir / RECIPE))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from longarc.cli._exit import ExitCode
 from longarc.cli._numbers import positive_int
+from longarc.cli._recipe import recipe_of_run
 
 if TYPE_CHECKING:
     from longarc.config.recipe import Recipe
@@ -37,14 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     import orjson
 
-    from longarc.config.recipe import Recipe
     from longarc.pipeline.evaluation import evaluate, matrix_lines
     from longarc.pipeline.local import Interrupted, open_workspace, stopping_on_signals
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.reporting import write_report
-    from longarc.runs.directory import RunDirectory
 
-    recipe = Recipe.model_validate(RunDirectory.look(arguments.run_dir).recipe())
+    recipe = recipe_of_run(arguments.run_dir)
     config = _eval_config(recipe)
     num_tasks = arguments.tasks or (
         config.tasks_per_family_full if arguments.full else config.tasks_per_family

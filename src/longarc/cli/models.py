@@ -55,8 +55,7 @@ def _info(source: Path) -> int:
 def _config_of(source: Path) -> "ModelConfig":
     import orjson
 
-    from longarc.cli._recipe import load_recipe
-    from longarc.config.recipe import Recipe
+    from longarc.cli._recipe import load_recipe, recipe_of_run
     from longarc.errors import ConfigError
     from longarc.models.hf_config import config_from_hf
     from longarc.runs.checkpoint import MANIFEST, read_manifest
@@ -69,7 +68,7 @@ def _config_of(source: Path) -> "ModelConfig":
 
         return model_config(read_manifest(source).model)
     if (source / RECIPE).is_file():
-        return Recipe.model_validate(orjson.loads((source / RECIPE).read_bytes())).model
+        return recipe_of_run(source).model
     if (source / "config.json").is_file():
         return config_from_hf(orjson.loads((source / "config.json").read_bytes()))
     raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from longarc.cli._exit import ExitCode
 from longarc.cli._numbers import port, positive_int, temperature
+from longarc.cli._recipe import recipe_of_run
 
 SUMMARY = "chat with what was trained"
 
@@ -49,14 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     import os
     import secrets
 
-    from longarc.config.recipe import Recipe
     from longarc.config.stages import RolloutConfig
     from longarc.pipeline.local import open_workspace, stopping_on_signals
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.serve import ServeSettings, serve
-    from longarc.runs.directory import RunDirectory
 
-    recipe = Recipe.model_validate(RunDirectory.look(arguments.run_dir).recipe())
+    recipe = recipe_of_run(arguments.run_dir)
     given: str | None = arguments.api_key or os.environ.get("LONGARC_API_KEY")
     api_key = given or secrets.token_urlsafe(16)
     shown_key = "(the one you gave)" if given else api_key
