@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import orjson
 from common import Table
 
 from longarc.cli.main import main as longarc
@@ -71,22 +72,52 @@ def stage_of(run_dir: Path) -> str:
     return stages[-1] if stages else "start"
 
 
-def killed_run(recipe: Path, run_dir: Path, *, num_kills: int, span_s: float, seed: int) -> int:
-    """Run with kills spread over the run's length; return how many hit."""
-    rng = random.Random(f"kills/{seed}")
-    hits = 0
-    while hits < num_kills:
-        process = start(recipe, run_dir)
+def stage_spans(run_dir: Path) -> dict[str, float]:
+    """Return how long each stage of a finished run took, in order [seconds]."""
+    events = [orjson.loads(line) for line in (run_dir / "events.jsonl").read_bytes().splitlines()]
+    return {e["stage"]: e["elapsed_s"] for e in events if e["event"] == "stage_ended"}
+
+
+def has_started(run_dir: Path, stage: str, *, since_s: float) -> bool:
+    """Say whether a stage, or a later one, runs in the start that began at ``since_s``."""
+    path = run_dir / "events.jsonl"
+    if not path.exists():
+        return False
+    for line in path.read_bytes().splitlines():
         try:
-            process.wait(timeout=rng.uniform(0.3, 2.2) * span_s / num_kills + 2.0)
+            event = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue  # torn by a kill
+        if event["event"] == "stage_started" and event["time_s"] >= since_s:
+            if event["stage"] == stage:
+                return True
+    return False
+
+
+def killed_run(
+    recipe: Path, run_dir: Path, *, spans: dict[str, float], num_kills: int, seed: int
+) -> int:
+    """Run with kills at random moments of every stage in turn; return how many hit."""
+    rng = random.Random(f"kills/{seed}")
+    names = list(spans)
+    hits = 0
+    for number in range(num_kills):
+        stage = names[number * len(names) // num_kills]
+        delay_s = rng.uniform(0.0, 0.9) * spans[stage]
+        since_s = time.time()
+        process = start(recipe, run_dir)
+        while process.poll() is None and not has_started(run_dir, stage, since_s=since_s):
+            time.sleep(0.01)
+        try:
+            process.wait(timeout=delay_s)
         except subprocess.TimeoutExpired:
             where = stage_of(run_dir)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             hits += 1
-            print(f"  kill {hits:>2} in {where}", flush=True)
+            print(f"  kill {hits:>2} aimed at {stage}, hit {where}", flush=True)
             continue
-        finish(process, "the run between two kills")
+        finish(process, f"the run that was to be killed in {stage}")
         print(f"  the run was through after {hits} kills")
         return hits
     finish(start(recipe, run_dir), "the last resume")
@@ -111,7 +142,11 @@ def main() -> int:
         span_s = time.monotonic() - started_s
         print(f"uninterrupted: {span_s:.0f} s")
         hits = killed_run(
-            arguments.recipe, killed, num_kills=num_kills, span_s=span_s, seed=arguments.seed
+            arguments.recipe,
+            killed,
+            spans=stage_spans(whole),
+            num_kills=num_kills,
+            seed=arguments.seed,
         )
         is_clean = longarc(["runs", "audit", str(killed)]) == 0
         same = {

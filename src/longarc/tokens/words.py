@@ -32,8 +32,8 @@ _SPOKEN_FOR: Final = frozenset(
     ("class", "command", "code", "format", "error", "print", "file", "path")
 )
 _NAMES: Final = tuple(word for word in WORDS if word not in _SPOKEN_FOR)
-DIRECTORIES: Final = _NAMES[:10]
-FILE_NAMES: Final = _NAMES[10:34]
-FILE_IDS: Final = _NAMES[34:50]
-CODE_WORDS: Final = (_NAMES[50:74], _NAMES[74:98])
+DIRECTORIES: Final = _NAMES[:8]
+FILE_NAMES: Final = _NAMES[8:22]
+FILE_IDS: Final = _NAMES[22:34]
+CODE_WORDS: Final = (_NAMES[34:50], _NAMES[50:66])
 """First and second words of a code."""

@@ -62,13 +62,13 @@ class FilesSettings(FamilySettings):
     """Files to read in tasks of the test split."""
     expert_hops: Range = (1, 2)
     """Files to read in demonstrations; kept short, so that RL has something to gain."""
-    num_distractors: int = Field(8, ge=2)
+    num_distractors: int = Field(6, ge=2)
     """Files beside the trail."""
     num_directories: int = Field(3, ge=1)
     """Directories that hold several files."""
     indirect_frac: Frac = 0.25
     """Share of pointers that name a directory or an id, so that ls or grep is needed."""
-    expert_indirect_frac: Frac = 0.5
+    expert_indirect_frac: Frac = 0.35
     """The same in demonstrations; more, because ids are learned from these pointers alone."""
     max_turns: int = Field(14, ge=2)
     """Answers the policy may give [turns]."""
@@ -259,7 +259,7 @@ def _opening(trail: Trail) -> tuple[Message, ...]:
 
 
 def _code(rng: random.Random, *, other_than: str = "") -> str:
-    """Two words; a guess is right once in 576."""
+    """Two words; a guess is right once in 256."""
     while (code := "-".join(rng.choice(words) for words in CODE_WORDS)) == other_than:
         pass
     return code

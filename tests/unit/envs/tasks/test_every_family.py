@@ -128,9 +128,9 @@ def test_a_negative_cursor_is_refused(kind):
 @pytest.mark.parametrize(
     ("family", "fingerprint"),
     [
-        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "33221ff67755605b"),
+        (Files(train_hops=(1, 5), test_hops=(2, 4), expert_hops=(1, 2)), "d75de307a3d21199"),
         (Format(), "fc2fff494f6c60b2"),
-        (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "4a552eed7185905b"),
+        (Recall(task_tokens=(200, 300), expert_tokens=(100, 200)), "92a25f15c29ff155"),
     ],
     ids=["files", "format", "recall"],
 )
