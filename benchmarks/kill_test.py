@@ -88,9 +88,9 @@ def has_started(run_dir: Path, stage: str, *, since_s: float) -> bool:
             event = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue  # torn by a kill
-        if event["event"] == "stage_started" and event["time_s"] >= since_s:
-            if event["stage"] == stage:
-                return True
+        is_start = event["event"] == "stage_started" and event["time_s"] >= since_s
+        if is_start and event["stage"] == stage:
+            return True
     return False
 
 
