@@ -25,10 +25,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "run_dir", type=Path, nargs="?", default=Path("runs/quickstart"), metavar="RUN"
     )
     parser.add_argument(
-        "--full", action="store_true", help="as many tasks as the recipe's tasks_per_family_full"
+        "--full",
+        action="store_true",
+        help="as many tasks as the recipe's tasks_per_family_full, and every stage from the first evaluated one on",
     )
     parser.add_argument("--tasks", type=positive_int, metavar="N", help="tasks per family, instead")
-    parser.add_argument("--stages", nargs="+", metavar="STAGE", help="only these checkpoints")
+    parser.add_argument(
+        "--stages", nargs="+", metavar="STAGE", help="only these checkpoints, of any training stage"
+    )
     parser.add_argument("--families", nargs="+", metavar="FAMILY", help="only these families")
 
 
@@ -48,8 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     num_tasks = arguments.tasks or (
         config.tasks_per_family_full if arguments.full else config.tasks_per_family
     )
-    stages = _chosen(arguments.stages, config.stages, "stages")
-    families = _chosen(arguments.families, sorted(config.tasks), "families")
+    trained = [name for name, stage in recipe.stages.items() if stage.kind != "eval"]
+    usual = trained[trained.index(config.stages[0]) :] if arguments.full else config.stages
+    stages = _chosen(arguments.stages, trained, "stages") or usual
+    families = _chosen(arguments.families, sorted(config.tasks), "families") or sorted(config.tasks)
     progress = ProgressLine()
     with open_workspace(recipe, arguments.run_dir, resume=True, progress=progress) as workspace:
 
@@ -92,5 +98,5 @@ def _chosen(asked: list[str] | None, allowed: list[str], what: str) -> list[str]
 
     unknown = sorted(set(asked or []) - set(allowed))
     if unknown:
-        raise ConfigError(f"--{what} {' '.join(unknown)}: the recipe's eval stage has {allowed}")
-    return asked or allowed
+        raise ConfigError(f"--{what} {' '.join(unknown)}: the recipe has {allowed}")
+    return asked or []

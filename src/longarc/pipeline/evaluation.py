@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.files import json_document, write_atomically
+
+MAX_LEVELS = 8
+"""Rows of success by difficulty; where there are more difficulties they are put into ranges."""
 
 RESULTS_FILE = "results.json"
 """Name of the evaluation matrix in the stage's directory."""
@@ -165,11 +169,13 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Return what a cell of the matrix says, excluded rollouts counted apart and never as failures."""
     graded = [t for t in trajectories if t.reward is not None]
     solved = [t for t in graded if t.reward is not None and t.reward >= 1.0]
-    by_difficulty: dict[str, list[int]] = {}
-    for trajectory in graded:
-        entry = by_difficulty.setdefault(f"{trajectory.difficulty:g}", [0, 0])
-        entry[0] += trajectory in solved
-        entry[1] += 1
+    level_of = _levels({t.difficulty for t in graded})
+    by_difficulty = {
+        f"{level:g}": [
+            sum(level_of(t.difficulty) == level for t in some) for some in (solved, graded)
+        ]
+        for level in sorted({level_of(t.difficulty) for t in graded})
+    }
     rewards = [t.reward for t in graded if t.reward is not None]
     return {
         "num_graded": len(graded),
@@ -181,8 +187,19 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
             sum(t.num_sampled_tokens for t in graded) / len(graded) if graded else None
         ),
         "outcomes": dict(Counter(t.outcome.value for t in trajectories)),
-        "by_difficulty": dict(sorted(by_difficulty.items(), key=lambda item: float(item[0]))),
+        "by_difficulty": by_difficulty,
     }
+
+
+def _levels(difficulties: Collection[float]) -> Callable[[float], float]:
+    """Return what sorts difficulties into levels: themselves, or the lower ends of a few equal ranges."""
+    if len(difficulties) <= MAX_LEVELS:
+        return lambda difficulty: difficulty
+    lowest, highest = min(difficulties), max(difficulties)
+    width = 10.0 ** math.floor(math.log10((highest - lowest) or 1.0))
+    while (highest - lowest) / width > MAX_LEVELS - 1:
+        width *= 2
+    return lambda difficulty: math.floor(difficulty / width) * width
 
 
 def _admission(
