@@ -6,7 +6,9 @@ from longarc.records.outcome import Outcome
 
 
 def ended(reward, difficulty, outcome=Outcome.COMPLETED):
-    return replace(make_trajectory(make_admission()), reward=reward, difficulty=difficulty, outcome=outcome)
+    return replace(
+        make_trajectory(make_admission()), reward=reward, difficulty=difficulty, outcome=outcome
+    )
 
 
 def test_excluded_rollouts_are_counted_apart_and_never_as_failures():
