@@ -27,7 +27,7 @@ $(STAMP_DEV): $(STAMP_TRAIN)
 setup: $(STAMP_DEV) ## make .venv with all that development needs
 
 quickstart: $(STAMP_TRAIN) ## the whole arc on this machine, in about ten minutes
-	$(BIN)/longarc run recipes/quickstart.toml --run-dir $(RUN_DIR)
+	$(BIN)/longarc run recipes/quickstart.toml --run-dir $(RUN_DIR) $$(test -f $(RUN_DIR)/recipe.json && echo --resume)
 	@echo "open $(RUN_DIR)/report.html"
 
 test: $(STAMP_DEV) ## all tests
