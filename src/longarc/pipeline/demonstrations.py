@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from longarc.config.stages import DemonstrationsConfig, TaskShare
+from longarc.config.stages import DsaConfig, MidtrainConfig, PretrainConfig, TaskShare
 from longarc.data.sft import Expert, ExpertShare, conversation_document, conversations
 from longarc.errors import ConfigError
 from longarc.pipeline.supervised import Documents
+from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
 from longarc.tokens.chat_format import ChatFormat
 from longarc.trainer.packing import Document
@@ -30,24 +31,30 @@ def experts_of(
     return experts
 
 
-def with_demonstrations(
+def text_and_demonstrations(
     workspace: Workspace,
     stage: str,
-    text: Documents,
-    config: DemonstrationsConfig | None,
+    config: PretrainConfig | MidtrainConfig | DsaConfig,
     *,
-    max_tokens: int,
     seed: int,
 ) -> Documents:
-    """Return the documents of each step: its text, and its demonstrations if the stage has any."""
-    if config is None:
+    """Return the documents of each step of a text stage: its text, and its demonstrations if it has any."""
+    stream = document_stream(
+        corpus_texts(config.corpus, seed=seed),
+        workspace.tokenizer(),
+        context_tokens=config.context_tokens,
+        long_share_frac=0.0 if isinstance(config, PretrainConfig) else config.long_share_frac,
+        seed=seed,
+    )
+    text = StepDocuments(stream, tokens_per_step=config.tokens_per_step)
+    if config.demonstrations is None:
         return text
     shown = StepConversations(
-        experts_of(workspace, stage, config.tasks),
+        experts_of(workspace, stage, config.demonstrations.tasks),
         workspace.chat_format(),
-        conversations_per_step=config.conversations_per_step,
-        error_frac=config.error_frac,
-        max_tokens=max_tokens,
+        conversations_per_step=config.demonstrations.conversations_per_step,
+        error_frac=config.demonstrations.error_frac,
+        max_tokens=config.micro_batch_tokens,
         seed=seed,
     )
     return lambda step: [*text(step), *shown(step)]

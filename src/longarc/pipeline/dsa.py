@@ -8,10 +8,9 @@ model trains on the keys that the indexer selects, and the indexer goes on learn
 from longarc.config.stages import DsaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
-from longarc.pipeline.demonstrations import with_demonstrations
+from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.midtrain import supports_sparse
 from longarc.pipeline.supervised import train_supervised
-from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
 from longarc.runs.checkpoint import read_manifest
 from longarc.trainer.supervised import SupervisedSettings
@@ -30,21 +29,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
             f"indexer; remove the stage or use family = 'glm_moe_dsa'"
         )
     seed = workspace.recipe.seed + 2
-    stream = document_stream(
-        corpus_texts(config.corpus, seed=seed),
-        workspace.tokenizer(),
-        context_tokens=config.context_tokens,
-        long_share_frac=config.long_share_frac,
-        seed=seed,
-    )
-    documents = with_demonstrations(
-        workspace,
-        stage,
-        StepDocuments(stream, tokens_per_step=config.tokens_per_step),
-        config.demonstrations,
-        max_tokens=config.micro_batch_tokens,
-        seed=seed + 100,
-    )
+    documents = text_and_demonstrations(workspace, stage, config, seed=seed)
     version = loaded.manifest.policy_version
     resumed = workspace.run.stage(stage).latest()
     if resumed is None or read_manifest(resumed).step <= config.warmup_steps:

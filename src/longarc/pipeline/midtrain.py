@@ -4,9 +4,8 @@ from longarc.config.model import GlmMoeDsaConfig
 from longarc.config.stages import MidtrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.pipeline.demonstrations import with_demonstrations
+from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.supervised import train_supervised
-from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
 from longarc.trainer.supervised import SupervisedSettings
 
@@ -15,13 +14,6 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
     """Continue next-token prediction, densely, on documents that need their whole length."""
     loaded = workspace.load(workspace.input_checkpoint(stage))
     seed = workspace.recipe.seed + 1
-    stream = document_stream(
-        corpus_texts(config.corpus, seed=seed),
-        workspace.tokenizer(),
-        context_tokens=config.context_tokens,
-        long_share_frac=config.long_share_frac,
-        seed=seed,
-    )
     await train_supervised(
         workspace,
         stage=stage,
@@ -35,14 +27,7 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
         ),
         model=with_rope_theta(loaded.model, config.rope_theta),
         policy_version=loaded.manifest.policy_version,
-        documents=with_demonstrations(
-            workspace,
-            stage,
-            StepDocuments(stream, tokens_per_step=config.tokens_per_step),
-            config.demonstrations,
-            max_tokens=config.micro_batch_tokens,
-            seed=seed + 100,
-        ),
+        documents=text_and_demonstrations(workspace, stage, config, seed=seed),
     )
 
 

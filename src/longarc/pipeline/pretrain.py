@@ -6,9 +6,9 @@ from longarc.config.model import ModelConfig
 from longarc.config.stages import PretrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.pipeline.demonstrations import with_demonstrations
+from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.supervised import train_supervised
-from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
+from longarc.pipeline.text import corpus_texts
 from longarc.pipeline.workspace import Workspace
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.supervised import SupervisedSettings
@@ -17,11 +17,8 @@ from longarc.trainer.supervised import SupervisedSettings
 async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
     """Train the tokenizer where the recipe brings none, then next-token prediction, densely."""
     seed = workspace.recipe.seed
-    texts = corpus_texts(config.corpus, seed=seed)
     if workspace.recipe.tokenizer.path is None and not workspace.tokenizer_path.exists():
         train_tokenizer(workspace, config)
-    tokenizer = workspace.tokenizer()
-    stream = document_stream(texts, tokenizer, context_tokens=config.context_tokens, seed=seed)
     await train_supervised(
         workspace,
         stage=stage,
@@ -37,14 +34,7 @@ async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
             workspace.recipe.model, seed=seed, head_from_embedding=config.head_from_embedding
         ),
         policy_version=0,
-        documents=with_demonstrations(
-            workspace,
-            stage,
-            StepDocuments(stream, tokens_per_step=config.tokens_per_step),
-            config.demonstrations,
-            max_tokens=config.micro_batch_tokens,
-            seed=seed + 100,
-        ),
+        documents=text_and_demonstrations(workspace, stage, config, seed=seed),
     )
 
 
