@@ -27,7 +27,7 @@ WORDS: Final = (
 
 # Names of different things are different words: "the last directory that was named" is then found by one
 # attention head from what a word is, while telling two words of one kind apart takes a chain of heads.
-# Words with a second job in a conversation or in Python are kept out: measured, they were never copied.
+# Words with a second job in a conversation or in Python are kept out: they led the list of wrong copies.
 _SPOKEN_FOR: Final = frozenset(
     ("class", "command", "code", "format", "error", "print", "file", "path")
 )
