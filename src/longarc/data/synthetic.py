@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from longarc.tokens.words import CODE_WORDS, DIRECTORIES, FILE_NAMES, WORDS
+from longarc.tokens.words import CODE_WORDS, DIRECTORIES, FILE_IDS, FILE_NAMES, WORDS
 
 
 class CopyTexts:
@@ -91,7 +91,11 @@ def _session(rng: random.Random) -> str:
     for _ in range(rng.randint(2, 5)):
         lines.append(f"cat {path}")
         path = _path(rng)
-        lines.append(f"next: {path}")
+        if rng.random() < 0.3:
+            file_id = rng.choice(FILE_IDS)
+            lines += [f"find: id={file_id}", f"grep -rl ^id={file_id} *", path]
+        else:
+            lines.append(f"next: {path}")
     code = "-".join(rng.choice(words) for words in CODE_WORDS)
     return "\n".join([*lines, f"cat {path}", f"code: {code}", f"code: {code}"])
 
@@ -155,11 +159,12 @@ def _chains(rng: random.Random) -> str:
 
 def _comparisons(rng: random.Random) -> str:
     """Which of two numbers is larger."""
-    pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(rng.randint(2, 6))]
+    low, high = rng.choice(((0, 9), (10, 99)))
+    pairs = [(rng.randint(low, high), rng.randint(low, high)) for _ in range(rng.randint(2, 6))]
     return "\n".join(f"{a}{'<' if a < b else '>' if a > b else '='}{b}" for a, b in pairs)
 
 
 _KINDS: Final = (
     *(_session, _session, _listing, _lookups, _repeat),
-    *(_reversal, _sums, _chains, _chains, _comparisons),
+    *(_reversal, _sums, _sums, _sums, _chains, _chains, _comparisons),
 )

@@ -37,3 +37,5 @@ FILE_NAMES: Final = _NAMES[8:22]
 FILE_IDS: Final = _NAMES[22:34]
 CODE_WORDS: Final = (_NAMES[34:50], _NAMES[50:66])
 """First and second words of a code."""
+OTHER_WORDS: Final = tuple(word for word in WORDS if word not in {*CODE_WORDS[0], *CODE_WORDS[1]})
+"""Words that are no part of a code."""

@@ -3,21 +3,26 @@
 ::
 
     user:       Find the code.\\nnext: host/node
-    assistant:  bash(cat host/node)          tool:  find: state
-    assistant:  bash(grep -rl id=state *)    tool:  data/loop
+    assistant:  bash(cat host/node)          tool:  find: id=state
+    assistant:  bash(grep -rl ^id=state *)   tool:  data/loop
     assistant:  bash(cat data/loop)          tool:  id=state\\ncode: flags-open
     assistant:  code: flags-open
 
 Difficulty is the number of hops: files to read until the code is found. A pointer names a file
 (``next: host/node``, one command), a directory that holds only the next file (``dir: host``, ``ls``
-then ``cat``) or an id inside the next file (``find: state``, ``grep`` then ``cat``). Distractor files
-look the same and end in other codes, so that only the trail tells which code is right. Codes of the
-test split never occur in the train split.
+then ``cat``) or the first line of the next file (``find: id=state``, ``grep`` then ``cat``). Distractor
+files look the same and end in other codes, so that only the trail tells which code is right. Codes of
+the test split never occur in the train split.
+
+Demonstrations come from two experts. One follows the trail. The other takes a short cut,
+``grep -rh ^code: *``, in trees that hold a single code, where that is right. A policy that imitates
+both takes the short cut in trees full of other codes as well; that following the trail is what pays
+there is left for RL to find out.
 """
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
@@ -37,6 +42,7 @@ from longarc.records.trajectory import EpisodeResult, Reward
 from longarc.tokens.words import CODE_WORDS, DIRECTORIES, FILE_IDS, FILE_NAMES
 
 _KINDS: Final = ("next", "dir", "find")
+_SHORTCUT: Final = "grep -rh ^code: *"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,9 @@ class FilesSettings(FamilySettings):
     """Share of pointers that name a directory or an id, so that ls or grep is needed."""
     expert_indirect_frac: Frac = 0.35
     """The same in demonstrations; more, because ids are learned from these pointers alone."""
+    expert_shortcut_frac: Frac = 0.0
+    """Share of demonstrations that search for a code instead of following the trail, in trees that hold
+    one code only."""
     max_turns: int = Field(14, ge=2)
     """Answers the policy may give [turns]."""
     command_timeout_s: float = Field(5.0, gt=0)
@@ -144,7 +153,7 @@ class Files:
         The tool's answers are worked out here rather than run, so that a million demonstrations cost
         no sandbox; a test holds them against the real commands.
         """
-        trail = self._trail("train", index, hops=self.settings.expert_hops, purpose="expert")
+        trail = self._expert_trail(index)
         rng = rng_of(self.name, self.settings.seed, "mistakes", index)
         is_wrong = rng.random() < error_frac
         wrong_at = rng.randrange(len(trail.steps)) if is_wrong else -1
@@ -165,6 +174,19 @@ class Files:
             family=self.name,
             difficulty=float(trail.num_hops),
         )
+
+    def _expert_trail(self, index: int) -> Trail:
+        """The trail of a demonstration, and how its expert goes about it."""
+        trail = self._trail("train", index, hops=self.settings.expert_hops, purpose="expert")
+        rng = rng_of(self.name, self.settings.seed, "shortcuts", index)
+        if rng.random() >= self.settings.expert_shortcut_frac:
+            return trail
+        alone = {
+            path: text
+            for path, text in trail.files.items()
+            if "code: " not in text or trail.code in text
+        }
+        return replace(trail, files=alone, steps=(_SHORTCUT,))
 
     def _trail(
         self, split: str, index: int, *, hops: tuple[int, int], purpose: str = "task"
@@ -198,12 +220,12 @@ class Files:
             path = f"{directory}/{names.pop()}"
             file_id = ids.pop()
             files[path] = f"id={file_id}\n{pointer}\n" if kind == "find" else f"{pointer}\n"
-            target = {"next": path, "dir": directory, "find": file_id}[kind]
+            target = {"next": path, "dir": directory, "find": f"id={file_id}"}[kind]
             pointer = f"{kind}: {target}"
             first = {
                 "next": (),
                 "dir": (f"ls {directory}",),
-                "find": (f"grep -rl id={file_id} *",),
+                "find": (f"grep -rl ^{target} *",),
             }[kind]
             steps = (*first, f"cat {path}", *steps)
 
@@ -301,7 +323,7 @@ def _turn(call: ToolCall, answer: str) -> tuple[Message, Message]:
 
 
 def simulated(command: str, files: Mapping[str, str]) -> str:
-    """What the three commands of the expert print over ``files``, as the bash tool shows it."""
+    """What the commands of the experts print over ``files``, as the bash tool shows it."""
     words: Sequence[str] = command.split()
     match words:
         case ["cat", path]:
@@ -313,6 +335,15 @@ def simulated(command: str, files: Mapping[str, str]) -> str:
                 sorted(p.split("/")[1] for p in files if p.startswith(f"{directory}/"))
             )
         case ["grep", "-rl", pattern, "*"]:
-            return "\n".join(sorted(path for path, text in files.items() if pattern in text))
+            start = pattern.removeprefix("^")
+            named = [path for path, text in files.items() if _lines_with(text, start)]
+            return "\n".join(sorted(named))
+        case ["grep", "-rh", pattern, "*"]:
+            start = pattern.removeprefix("^")
+            return "\n".join(line for path in sorted(files) for line in _lines_with(files[path], start))
         case _:
             raise ConfigError(f"the expert of files does not know the command {command!r}")
+
+
+def _lines_with(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(start)]

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from longarc.envs.graders.answers import final_answer
 from longarc.envs.single_turn import SingleTurn
-from longarc.envs.tasks.settings import FamilySettings, settings_from
-from longarc.envs.tasks.splits import draw_in_split, task_indices
+from longarc.envs.tasks.settings import FamilySettings, Frac, settings_from
+from longarc.envs.tasks.splits import draw_in_split, rng_of, task_indices
 from longarc.envs.tasks.worked import WORKED, Entry
 from longarc.errors import ConfigError, boundary
 from longarc.records.conversation import Conversation
@@ -78,6 +78,8 @@ class ReasoningSettings(FamilySettings):
     """Families by reasoning-gym's name, all equally often; the values go over the family's settings here."""
     expert_families: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of the demonstrations, over those of the tasks; easier ones leave RL something to gain."""
+    expert_direct_frac: Frac = 0.0
+    """Share of demonstrations that answer at once, without thinking."""
     is_partial: bool = False
     """Whether a reward between 0 and 1 that reasoning-gym gives counts as it is, or as 0."""
 
@@ -175,12 +177,15 @@ class Reasoning:
     def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
         """Return the expert's conversation number ``index``; one turn has no room for a correction."""
         problem = self._problem(self._expert_datasets, "train", index, purpose="expert")
+        rng = rng_of(self.name, self.settings.seed, "direct", index)
+        is_direct = rng.random() < self.settings.expert_direct_frac
+        thoughts = "" if is_direct else WORKED[problem.dataset](problem.entry)
         return Conversation(
             messages=(
                 Message(role=Role.USER, content=problem.question),
                 Message(
                     role=Role.ASSISTANT,
-                    reasoning=WORKED[problem.dataset](problem.entry),
+                    reasoning=thoughts,
                     content=problem.entry["answer"],
                 ),
             ),

@@ -23,7 +23,7 @@ from longarc.records.message import Message, Role
 from longarc.records.ports import Env, SandboxBackend
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
-from longarc.tokens.words import CODE_WORDS, WORDS
+from longarc.tokens.words import CODE_WORDS, OTHER_WORDS
 
 _VERBS: Final = ("returns", "calls", "has", "contains")
 _ENDS: Final = ("in order", "by default", "on error", "when called", "as given", "after that")
@@ -69,9 +69,9 @@ class Recall:
             settings: fields of ``RecallSettings``.
         """
         self.settings = settings_from(RecallSettings, settings, family=self.name)
-        if self.settings.num_pairs[1] > len(WORDS):
+        if self.settings.num_pairs[1] > len(OTHER_WORDS):
             raise ConfigError(
-                f"num_pairs up to {self.settings.num_pairs[1]}: there are {len(WORDS)} keys"
+                f"num_pairs up to {self.settings.num_pairs[1]}: there are {len(OTHER_WORDS)} keys"
             )
         self._count_tokens = count_tokens or estimated_tokens
 
@@ -119,7 +119,7 @@ class Recall:
     def _buried(self, code: str, rng: random.Random, bounds: tuple[int, int]) -> Haystack:
         wanted = rng.randint(*bounds)
         num_others = min(rng.randint(*self.settings.num_pairs), wanted // _TOKENS_PER_LINE)
-        others = rng.sample(WORDS, num_others)
+        others = rng.sample(OTHER_WORDS, num_others)
         lines = [f"code: {code}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
         num_tokens = sum(self._count_tokens(line + "\n") for line in lines)
         while True:
@@ -148,5 +148,5 @@ def _code(rng: random.Random) -> str:
 
 def _text(rng: random.Random) -> str:
     return (
-        f"the {rng.choice(WORDS)} {rng.choice(_VERBS)} the {rng.choice(WORDS)} {rng.choice(_ENDS)}"
+        f"the {rng.choice(OTHER_WORDS)} {rng.choice(_VERBS)} the {rng.choice(OTHER_WORDS)} {rng.choice(_ENDS)}"
     )
