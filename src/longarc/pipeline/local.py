@@ -17,6 +17,7 @@ from longarc.config.stages import (
     RlConfig,
     SftConfig,
     StageConfig,
+    SupervisedConfig,
 )
 from longarc.pipeline import (
     agentic_rl,
@@ -33,6 +34,7 @@ from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.workspace import Interrupted, Workspace
 from longarc.runs.directory import RunDirectory
 from longarc.runs.metrics import open_sinks
+from longarc.trainer.data_parallel import GradientPool
 
 _RL_STAGES = {
     "reasoning_rl": reasoning_rl.run,
@@ -45,13 +47,14 @@ _RL_STAGES = {
 def open_workspace(
     recipe: Recipe, run_dir: Path, *, resume: bool, progress: ProgressLine
 ) -> Iterator[Workspace]:
-    """Open a run for writing: its directory, ledger and sinks; all are closed afterwards."""
+    """Open a run for writing: its directory, ledger, sinks and processes; all are closed afterwards."""
     start = RunDirectory.resume if resume else RunDirectory.create
     with start(run_dir, recipe=recipe.model_dump(mode="json"), seeds={"run": recipe.seed}) as run:
         ledger = run.open_ledger()
         sink = open_sinks(
             run_dir, recipe.sinks, run_name=recipe.name, recipe=recipe.model_dump(mode="json")
         )
+        gradients = GradientPool(recipe.threads)
         try:
             yield Workspace(
                 recipe=recipe,
@@ -59,9 +62,11 @@ def open_workspace(
                 ledger=ledger,
                 sink=sink,
                 progress=progress,
+                gradients=gradients,
                 stop=asyncio.Event(),
             )
         finally:
+            gradients.close()
             sink.close()
             ledger.close()
 
@@ -77,6 +82,10 @@ async def run_recipe(workspace: Workspace) -> None:
             workspace.check_stop()
             if config.kind != "eval" and workspace.run.stage(name).final() is not None:
                 continue
+            if isinstance(config, SupervisedConfig):
+                workspace.gradients.start()  # they load while tokenizer and corpus are read
+            else:
+                workspace.gradients.close()  # cores and memory are for engine, trainer and sandboxes
             started_s = time.monotonic()
             workspace.run.event("stage_started", stage=name, stage_kind=config.kind)
             try:

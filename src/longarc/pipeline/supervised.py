@@ -47,8 +47,10 @@ async def train_supervised(
         first_step: steps of earlier phases of this stage [optimizer steps].
         is_last_phase: whether the stage is finished afterwards.
     """
-    torch.set_num_threads(workspace.recipe.threads)
-    trainer = SupervisedTrainer(model, settings, policy_version=policy_version)
+    torch.set_num_threads(1)  # each core has a process
+    trainer = SupervisedTrainer(
+        model, settings, policy_version=policy_version, gradients=workspace.gradients.open
+    )
     directory = workspace.run.stage(stage)
     writer = directory.writer(keep_last=2)
     resumed = directory.latest()

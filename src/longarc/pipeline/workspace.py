@@ -26,6 +26,7 @@ from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.chatml import ChatMlFormat
 from longarc.tokens.glm import GlmFormat
 from longarc.tokens.tokenizer import Tokenizer
+from longarc.trainer.data_parallel import GradientPool
 
 Attention = Literal["dense", "sparse"]
 
@@ -65,6 +66,8 @@ class Workspace:
     ledger: Ledger
     sink: MetricSink
     progress: Progress
+    gradients: GradientPool
+    """The processes of supervised stages."""
     stop: asyncio.Event
 
     @property

@@ -10,26 +10,19 @@
 """
 
 import asyncio
-import ctypes
-import multiprocessing
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, Self, cast
 
-import torch
-
-from longarc.errors import ContractError, LongArcError, ResourceError, boundary
+from longarc.errors import ContractError, LongArcError, boundary
 from longarc.records.batch import Batch, StepReport
 from longarc.records.ports import Trainer
 from longarc.records.sampling import WeightSource
+from longarc.trainer.child import SPAWN, ctrl_c_held, death_of, enter_child, with_origin
 
 _SHUTDOWN_TIMEOUT_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class ProcessTrainer:
@@ -40,15 +33,17 @@ class ProcessTrainer:
 
         The child dies with the *thread* that calls this, which is what the kernel watches.
         """
-        context = multiprocessing.get_context("spawn")  # fork would copy torch's locked thread pool
-        self._connection, child_end = context.Pipe()
-        self._process = context.Process(
+        self._connection, child_end = SPAWN.Pipe()
+        self._process = SPAWN.Process(
             target=_serve,
             args=(child_end, factory, num_threads, os.getpid()),
             name="longarc-trainer",
             daemon=True,
         )
-        with boundary(ContractError, "cannot hand the trainer's factory to its process"):
+        with (
+            ctrl_c_held(),
+            boundary(ContractError, "cannot hand the trainer's factory to its process"),
+        ):
             self._process.start()
         # Only the child may hold its end, or its death would not end the pipe.
         child_end.close()
@@ -124,11 +119,8 @@ class ProcessTrainer:
             reply: object = self._connection.recv()
         except (EOFError, OSError) as error:
             self._reap()
-            raise ResourceError(
-                f"the trainer process (pid {self._process.pid}) ended with exit code "
-                f"{self._process.exitcode}{_signal_name(self._process.exitcode)} during "
-                f"{method or 'its start'}. If it was killed, look for a lack of memory; then resume the run"
-            ) from error
+            during = method or "its start"
+            raise death_of(self._process, "the trainer process", during=during) from error
         if isinstance(reply, LongArcError):
             raise reply
         return reply
@@ -140,25 +132,17 @@ class ProcessTrainer:
             self._process.join()
 
 
-def _signal_name(exit_code: int | None) -> str:
-    if exit_code is None or exit_code >= 0:
-        return ""
-    return f" ({signal.Signals(-exit_code).name})"
-
-
 def _serve(
     connection: Connection, factory: Callable[[], Trainer], num_threads: int, parent_pid: int
 ) -> None:
     """Run in the child: build the trainer, then answer requests until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _die_with(parent_pid)
-    torch.set_num_threads(num_threads)
+    enter_child(parent_pid, num_threads=num_threads)
     with asyncio.Runner() as runner:
         try:
             with boundary(ContractError, "the trainer could not be built"):
                 trainer = factory()
         except LongArcError as error:
-            connection.send(_with_origin(error))
+            connection.send(with_origin(error, "the trainer process"))
             return
         connection.send(None)
         while True:
@@ -170,19 +154,5 @@ def _serve(
                 with boundary(ContractError, f"the trainer failed in {method}"):
                     reply: object = runner.run(getattr(trainer, method)(*args))
             except LongArcError as error:
-                reply = _with_origin(error)
+                reply = with_origin(error, "the trainer process")
             connection.send(reply)
-
-
-def _with_origin(error: LongArcError) -> LongArcError:
-    """Keep the child's traceback, which pickling would lose."""
-    error.add_note("In the trainer process:\n" + "".join(traceback.format_exception(error)))
-    return error
-
-
-def _die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill this process with its parent, however busy it is then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before the request was in place
-        os._exit(1)

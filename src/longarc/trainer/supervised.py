@@ -10,15 +10,15 @@ import torch
 
 from longarc.config.training import OptimizerConfig
 from longarc.errors import ContractError
-from longarc.models.decoder_base import Decoder, ForwardOutput
+from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
-from longarc.models.projection import token_logprobs
 from longarc.records.batch import StepReport
 from longarc.records.metric import Metric
 from longarc.trainer.checkpoint import load_training_state, save_training_state
-from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.freeze import is_indexer
+from longarc.trainer.gradients import GradientSource, LossSums, Objective, in_this_process
 from longarc.trainer.optim import MuonAdamW
-from longarc.trainer.packing import Document, MicroBatch, pack_shared
+from longarc.trainer.packing import Document
 from longarc.trainer.update import (
     clip_gradients,
     divide_gradients,
@@ -57,6 +57,7 @@ class SupervisedTrainer:
         settings: SupervisedSettings,
         *,
         policy_version: int = 0,
+        gradients: GradientSource = in_this_process,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take over ``model``: its ``requires_grad`` flags are set by the mode.
@@ -65,6 +66,7 @@ class SupervisedTrainer:
             model: is trained in place.
             settings: see the fields.
             policy_version: optimizer steps that are already in the weights.
+            gradients: where gradients are computed; ``GradientPool.open`` shares the work with processes.
             clock: monotonic [seconds]; only measures throughput.
         """
         self.model = model
@@ -75,11 +77,15 @@ class SupervisedTrainer:
         self._clock = clock
         is_warmup = settings.mode == "indexer_warmup"
         is_sparse = settings.attention == "sparse"
-        self._trains_indexer = is_warmup or (is_sparse and settings.indexer_loss_coeff > 0)
-        train_only(
-            model,
-            lambda name: self._trains_indexer if is_indexer(name) else not is_warmup,
+        objective = Objective(
+            micro_batch_tokens=settings.micro_batch_tokens,
+            mode=settings.mode,
+            attention=settings.attention,
+            trains_indexer=is_warmup or (is_sparse and settings.indexer_loss_coeff > 0),
+            indexer_stride=settings.indexer_stride,
         )
+        objective.select_parameters(model)
+        self._add_gradients = gradients(model, objective)
         self._optimizer = MuonAdamW(model, model.config, settings.optimizer)
         named = list(model.named_parameters())
         self._indexer_parameters = [p for n, p in named if is_indexer(n) and p.requires_grad]
@@ -95,15 +101,12 @@ class SupervisedTrainer:
         """
         started_s = self._clock()
         settings = self._settings
-        micro_batches = pack_shared(documents, micro_batch_tokens=settings.micro_batch_tokens)
-        if not micro_batches:
+        self._optimizer.zero_grad()
+        sums = self._add_gradients(documents, self.step_index)
+        if sums.num_targets == 0:
             raise ContractError(
                 f"none of the {len(documents)} documents of step {self.step_index} has a trained token"
             )
-        self._optimizer.zero_grad()
-        sums = _Sums()
-        for micro_batch in micro_batches:
-            self._accumulate(micro_batch, sums)
         lr = learning_rate(self.step_index, settings.optimizer, num_steps=settings.num_steps)
         grad_norm = self._update(sums, lr)
         self.step_index += 1
@@ -135,39 +138,7 @@ class SupervisedTrainer:
         self.step_index = counters["step"]
         self.policy_version = counters["policy_version"]
 
-    def _accumulate(self, micro_batch: MicroBatch, sums: "_Sums") -> None:
-        """Add one micro-batch's gradients, which are of sums and not of means."""
-        is_warmup = self._settings.mode == "indexer_warmup"
-        output: ForwardOutput = self.model(
-            micro_batch.token_ids,
-            micro_batch.layout,
-            attention="dense" if is_warmup else self._settings.attention,
-            indexer_loss="warmup" if is_warmup else "sparse" if self._trains_indexer else "none",
-            indexer_stride=self._settings.indexer_stride,
-        )
-        total = output.indexer_loss_sum
-        if not is_warmup:
-            logprobs, _ = token_logprobs(
-                output.hidden[micro_batch.source_rows],
-                self.model.output_weight,
-                micro_batch.target_ids,
-            )
-            lm_loss_sum = -logprobs.sum()
-            sums.lm_loss += lm_loss_sum.item()
-            total = total + lm_loss_sum
-        if not math.isfinite(total.item()):
-            raise ContractError(
-                f"the loss of step {self.step_index} is {total.item()}; the weights are unchanged. Lower "
-                f"the learning rate, or look for damaged weights"
-            )
-        total.backward()  # type: ignore[no-untyped-call]
-        sums.num_targets += len(micro_batch.target_ids)
-        sums.indexer_loss += output.indexer_loss_sum.item()
-        sums.num_indexer_terms += output.num_indexer_terms
-        counts = output.expert_counts.detach().to(torch.float64)
-        sums.expert_counts = counts if sums.expert_counts is None else sums.expert_counts + counts
-
-    def _update(self, sums: "_Sums", lr: float) -> float:
+    def _update(self, sums: LossSums, lr: float) -> float:
         """Divide, clip and step; return the gradient norm before clipping."""
         settings = self._settings
         # The KL reaches the indexer and nothing else, so each loss has its own parameters and divisor.
@@ -186,11 +157,12 @@ class SupervisedTrainer:
             )
         self._optimizer.step(lr)
         if settings.router_bias_rate > 0 and sums.expert_counts is not None:
-            update_router_bias(self.model, sums.expert_counts, settings.router_bias_rate)
+            counts = torch.from_numpy(sums.expert_counts)
+            update_router_bias(self.model, counts, settings.router_bias_rate)
         return grad_norm
 
     def _metrics(
-        self, sums: "_Sums", lr: float, grad_norm: float, elapsed_s: float
+        self, sums: LossSums, lr: float, grad_norm: float, elapsed_s: float
     ) -> tuple[Metric, ...]:
         metrics = [
             Metric("grad/norm", grad_norm),
@@ -204,18 +176,7 @@ class SupervisedTrainer:
             metrics.append(
                 Metric("loss/indexer_kl_nats", sums.indexer_loss, sums.num_indexer_terms)
             )
-        if sums.expert_counts is not None and sums.expert_counts.numel():
-            share = sums.expert_counts.max(dim=1).values / sums.expert_counts.mean(dim=1)
-            metrics.append(Metric("router/max_load", share.max().item(), reduce="max"))
+        if sums.expert_counts is not None and sums.expert_counts.size:
+            share = sums.expert_counts.max(axis=1) / sums.expert_counts.mean(axis=1)
+            metrics.append(Metric("router/max_load", float(share.max()), reduce="max"))
         return tuple(metrics)
-
-
-@dataclass(slots=True)
-class _Sums:
-    """What a step adds up over its micro-batches."""
-
-    lm_loss: float = 0.0
-    num_targets: int = 0
-    indexer_loss: float = 0.0
-    num_indexer_terms: int = 0
-    expert_counts: torch.Tensor | None = None

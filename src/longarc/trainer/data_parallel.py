@@ -1,0 +1,286 @@
+"""Gradients from several processes of one thread each: two cores do nearly twice the work of one.
+
+::
+
+    rank 0 (the trainer's process)           rank 1, 2, ...
+      split the documents ---- pipe ---->      own shard -> gradients -> own part of the memory
+      own shard -> .grad                       |
+      .grad += gradients, by rank <-- sums ----+
+      divide, clip, update in place            (sees the new weights: they are in the same memory)
+
+* Small tensors do not fill two threads of one operator, and Python threads share one interpreter lock.
+* Same documents, same number of processes: bit-identical gradients, because shards and the order of
+  addition depend on nothing else.
+* A worker holds no state worth saving, so it is killed and not asked when the pool closes.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from longarc.config.model import ModelConfig
+from longarc.errors import ContractError, LongArcError, ResourceError, boundary
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
+from longarc.trainer import shared_memory
+from longarc.trainer.child import SPAWN, ctrl_c_held, death_of, enter_child, with_origin
+from longarc.trainer.gradients import Gradients, LossSums, Objective, add_gradients
+from longarc.trainer.packing import Document, split_documents
+
+
+class GradientPool:
+    """The processes that compute gradients beside this one; :meth:`open` is a ``GradientSource``."""
+
+    def __init__(self, num_processes: int) -> None:
+        """Start nothing yet.
+
+        Args:
+            num_processes: this process included; 1 computes everything here.
+        """
+        self._num_workers = num_processes - 1
+        self._workers: list[_Worker] = []
+
+    def start(self) -> None:
+        """Start the workers unless they run; they load their libraries while this process goes on."""
+        while len(self._workers) < self._num_workers:
+            self._workers.append(_Worker(rank=len(self._workers) + 1))
+
+    def open(self, model: Decoder, objective: Objective) -> Gradients:
+        """Move the model's tensors to shared memory and let every worker build the same model on it.
+
+        Raises:
+            ResourceError: a worker died, or there is no memory.
+        """
+        objective.select_parameters(model)
+        self.start()
+        return _ParallelGradients(model, objective, self._workers)
+
+    def close(self) -> None:
+        """End the workers; :meth:`start` can start others."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+class _ParallelGradients:
+    """Adds the gradients of all shards to the ``.grad`` of one model."""
+
+    def __init__(self, model: Decoder, objective: Objective, workers: Sequence["_Worker"]) -> None:
+        self._model = model
+        self._objective = objective
+        self._workers = workers
+        self._trained = _trained(model)
+        with boundary(ResourceError, "cannot get shared memory for the gradient processes"):
+            descriptor = shared_memory.new_file(_memory_bytes(model, num_workers=len(workers)))
+        try:
+            memory = shared_memory.map_file(descriptor)
+            _move_weights(model, memory, is_source=True)
+            for worker in workers:
+                worker.ask(
+                    _Opening(
+                        model=model.config, dtype=model.output_weight.dtype, objective=objective
+                    ),
+                    descriptor,
+                )
+        finally:
+            os.close(descriptor)
+        self._places = [_gradient_places(model, memory, rank=worker.rank) for worker in workers]
+        _raise_first([worker.answer("opening a model") for worker in workers])
+
+    def __call__(self, documents: Sequence[Document], step: int) -> LossSums:
+        own, *others = split_documents(
+            documents,
+            num_shards=1 + len(self._workers),
+            micro_batch_tokens=self._objective.micro_batch_tokens,
+        )
+        for worker, shard in zip(self._workers, others, strict=True):
+            worker.ask(_Shard(documents=shard, step=step))
+        try:
+            sums = add_gradients(self._model, self._objective, own, step)
+        finally:  # an answer that nobody reads would be taken for that of the next step
+            answers = [worker.answer(f"step {step}") for worker in self._workers]
+        for computed, places in zip(_raise_first(answers), self._places, strict=True):
+            self._add(computed.has_gradient, places)
+            sums.add(computed.sums)
+        return sums
+
+    def _add(self, has_gradient: Sequence[bool], places: Sequence[Tensor]) -> None:
+        for parameter, is_there, place in zip(self._trained, has_gradient, places, strict=True):
+            if not is_there:
+                continue
+            if parameter.grad is None:
+                parameter.grad = place.clone()
+            else:
+                parameter.grad.add_(place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """Asks a worker to build a model on the memory whose file descriptor follows."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    objective: Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """Asks a worker for the gradients of its documents."""
+
+    documents: Sequence[Document]
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """A worker's answer; the gradients are in the memory."""
+
+    sums: LossSums
+    has_gradient: Sequence[bool]
+    """Which of the trained parameters the shard reached."""
+
+
+_Answer: TypeAlias = _Computed | LongArcError
+
+
+class _Worker:
+    """One process, as the parent sees it."""
+
+    def __init__(self, rank: int) -> None:
+        """Start it. It dies with the *thread* that calls this, which is what the kernel watches."""
+        self.rank = rank
+        self._connection, child_end = SPAWN.Pipe()
+        self._process = SPAWN.Process(
+            target=_serve,
+            args=(child_end, rank, os.getpid()),
+            name=f"longarc-gradients-{rank}",
+            daemon=True,
+        )
+        with ctrl_c_held():
+            self._process.start()
+        # Only the child may hold its end, or its death would not end the pipe.
+        child_end.close()
+
+    def ask(self, request: _Opening | _Shard, descriptor: int | None = None) -> None:
+        """Send a request, with a file descriptor behind it; a dead worker is found by `answer`."""
+        try:
+            self._connection.send(request)
+            if descriptor is not None:
+                send_handle(self._connection, descriptor, self._process.pid)
+        except OSError:
+            pass
+
+    def answer(self, during: str) -> _Answer:
+        """Wait for the answer to the oldest request.
+
+        Raises:
+            ResourceError: the worker died.
+        """
+        try:
+            answer: _Answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self._process.join()
+            raise death_of(self._process, "a gradient process", during=during) from error
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+def _raise_first(answers: Sequence[_Answer]) -> list[_Computed]:
+    computed = []
+    for answer in answers:
+        if isinstance(answer, LongArcError):
+            raise answer
+        computed.append(answer)
+    return computed
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _memory_bytes(model: nn.Module, *, num_workers: int) -> int:
+    weights = shared_memory.num_bytes([*model.parameters(), *model.buffers()])
+    return weights + num_workers * shared_memory.num_bytes(_trained(model))
+
+
+def _move_weights(model: nn.Module, memory: Tensor, *, is_source: bool) -> None:
+    """Let parameters and buffers live at the beginning of the memory.
+
+    Args:
+        model: keeps its parameter objects.
+        memory: bytes.
+        is_source: whether the model's values are copied there, or those there are the model's.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        for tensor, place in zip(tensors, shared_memory.views(memory, tensors), strict=True):
+            if is_source:
+                place.copy_(tensor)
+            tensor.data = place
+
+
+def _gradient_places(model: nn.Module, memory: Tensor, *, rank: int) -> list[Tensor]:
+    """Return where a worker writes the gradients of the trained parameters."""
+    trained = _trained(model)
+    start = _memory_bytes(model, num_workers=rank - 1)
+    return shared_memory.views(memory[start:], trained)
+
+
+def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
+    """Run in the worker: answer requests until the pipe ends."""
+    enter_child(parent_pid, num_threads=1)
+    replica: _Replica | None = None
+    while True:
+        try:
+            request: _Opening | _Shard = connection.recv()
+        except EOFError:
+            return
+        answer: _Answer
+        try:
+            with boundary(ContractError, f"gradient process {rank} failed"):
+                if isinstance(request, _Opening):
+                    replica = None  # its memory goes before there is more
+                    replica = _Replica(request, recv_handle(connection), rank=rank)
+                    answer = _Computed(sums=LossSums(), has_gradient=())
+                else:
+                    assert replica is not None
+                    answer = replica.compute(request)
+        except LongArcError as error:
+            answer = with_origin(error, f"gradient process {rank}")
+        connection.send(answer)
+
+
+class _Replica:
+    """The model in a worker: weights that are read, gradients that are written."""
+
+    def __init__(self, opening: _Opening, descriptor: int, *, rank: int) -> None:
+        try:
+            memory = shared_memory.map_file(descriptor)
+        finally:
+            os.close(descriptor)
+        self._objective = opening.objective
+        self._model = build_model(opening.model, seed=0, dtype=opening.dtype)
+        self._objective.select_parameters(self._model)
+        _move_weights(self._model, memory, is_source=False)
+        self._trained = _trained(self._model)
+        self._places = _gradient_places(self._model, memory, rank=rank)
+
+    def compute(self, shard: _Shard) -> _Computed:
+        """Write the gradients of the shard to this worker's place."""
+        for parameter in self._trained:
+            parameter.grad = None
+        sums = add_gradients(self._model, self._objective, shard.documents, shard.step)
+        for parameter, place in zip(self._trained, self._places, strict=True):
+            if parameter.grad is not None:
+                place.copy_(parameter.grad)
+        return _Computed(sums=sums, has_gradient=[p.grad is not None for p in self._trained])
