@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 
@@ -24,6 +25,7 @@ SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 @contextlib.contextmanager
 def ctrl_c_held() -> Iterator[None]:
     """Block SIGINT, so that a child started inside never sees it: Ctrl-C is the parent's to handle."""
+    resource_tracker.ensure_running()  # otherwise the first start does, and unblocks SIGINT with that
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -14,6 +14,7 @@
 * A worker holds no state worth saving, so it is killed and not asked when the pool closes.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,12 +170,10 @@ class _Worker:
 
     def ask(self, request: _Opening | _Shard, descriptor: int | None = None) -> None:
         """Send a request, with a file descriptor behind it; a dead worker is found by `answer`."""
-        try:
+        with contextlib.suppress(OSError):
             self._connection.send(request)
             if descriptor is not None:
                 send_handle(self._connection, descriptor, self._process.pid)
-        except OSError:
-            pass
 
     def answer(self, during: str) -> _Answer:
         """Wait for the answer to the oldest request.
@@ -237,27 +236,25 @@ def _gradient_places(model: nn.Module, memory: Tensor, *, rank: int) -> list[Ten
 
 
 def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
-    """Run in the worker: answer requests until the pipe ends."""
+    """Run in the worker: answer requests until the parent is gone."""
     enter_child(parent_pid, num_threads=1)
     replica: _Replica | None = None
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
             request: _Opening | _Shard = connection.recv()
-        except EOFError:
-            return
-        answer: _Answer
-        try:
-            with boundary(ContractError, f"gradient process {rank} failed"):
-                if isinstance(request, _Opening):
-                    replica = None  # its memory goes before there is more
-                    replica = _Replica(request, recv_handle(connection), rank=rank)
-                    answer = _Computed(sums=LossSums(), has_gradient=())
-                else:
-                    assert replica is not None
-                    answer = replica.compute(request)
-        except LongArcError as error:
-            answer = with_origin(error, f"gradient process {rank}")
-        connection.send(answer)
+            answer: _Answer
+            try:
+                with boundary(ContractError, f"gradient process {rank} failed"):
+                    if isinstance(request, _Opening):
+                        replica = None  # its memory goes before there is more
+                        replica = _Replica(request, recv_handle(connection), rank=rank)
+                        answer = _Computed(sums=LossSums(), has_gradient=())
+                    else:
+                        assert replica is not None
+                        answer = replica.compute(request)
+            except LongArcError as error:
+                answer = with_origin(error, f"gradient process {rank}")
+            connection.send(answer)
 
 
 class _Replica:

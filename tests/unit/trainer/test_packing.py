@@ -4,7 +4,7 @@ import pytest
 
 from longarc.errors import ConfigError, ContractError
 from longarc.models.layout import Span
-from longarc.trainer.packing import Document, pack_shared
+from longarc.trainer.packing import Document, pack_shared, split_documents
 
 PROMPT = tuple(range(100, 120))
 
@@ -70,3 +70,25 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused_with_both_numbers():
 def test_a_mask_of_another_length_is_refused():
     with pytest.raises(ContractError, match="3 tokens but a train_mask of 2"):
         Document(token_ids=(1, 2, 3), train_mask=(True, True))
+
+
+def test_documents_are_split_evenly_and_those_that_begin_alike_stay_together():
+    other = tuple(range(20))
+    mixed = [answer(1, 2), Document(token_ids=(*other, 3)), answer(4), Document(token_ids=other)]
+    shards = split_documents(mixed, num_shards=2, micro_batch_tokens=100)
+    assert sorted(map(len, shards)) == [2, 2]
+    for shard in shards:
+        assert len({tuple(document.token_ids[:20]) for document in shard}) == 1
+    long, *short = [Document(token_ids=[i] * n) for i, n in enumerate((61, 21, 21, 21))]
+    assert split_documents([*short, long], num_shards=2, micro_batch_tokens=100) == [[long], short]
+
+
+def test_a_split_keeps_every_document_with_a_target_in_any_number_of_shards():
+    silent = Document(token_ids=(1, 2), train_mask=(True, False))
+    documents = [answer(i) for i in range(5)] + [answer(1), silent]
+    for num_shards in range(1, 9):
+        shards = split_documents(documents, num_shards=num_shards, micro_batch_tokens=100)
+        assert len(shards) == num_shards
+        kept = [document.token_ids for shard in shards for document in shard]
+        assert sorted(kept) == sorted(d.token_ids for d in documents if d is not silent)
+    assert split_documents([silent], num_shards=2, micro_batch_tokens=100) == [[], []]
