@@ -11,6 +11,7 @@ listed twice in ``source_rows``. Rows are gathered by these lists before the pro
 vocabulary, so that only trained tokens are projected.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -96,7 +97,7 @@ def pack_shared(documents: Sequence[Document], *, micro_batch_tokens: int) -> li
 def split_documents(
     documents: Sequence[Document], *, num_shards: int, micro_batch_tokens: int
 ) -> list[list[Document]]:
-    """Deal documents to shards with about as many tokens to compute, those that begin alike together.
+    """Deal documents to shards that take about as long, those that begin alike together.
 
     Sorted by their tokens, each document shares most with its neighbours; so a cut separates at most one
     common beginning, which is then computed in two shards. Documents without a target are left out, and
@@ -108,16 +109,17 @@ def split_documents(
     sequences = sorted(
         _sequences(documents, micro_batch_tokens), key=lambda sequence: sequence.inputs.tobytes()
     )
-    num_new = [
-        len(sequence.inputs) - (_common_prefix(sequence.inputs, before.inputs) if before else 0)
-        for before, sequence in zip([None, *sequences], sequences, strict=False)
+    # A row's way through the layers takes about twice as long as a target's through the vocabulary.
+    costs = [
+        2 * (len(sequence.inputs) - num_shared) + len(sequence.target_ids)
+        for sequence, num_shared in zip(sequences, _shared_with_previous(sequences), strict=True)
     ]
     shards: list[list[Document]] = [[] for _ in range(num_shards)]
-    total, done = sum(num_new), 0
-    for sequence, num_tokens in zip(sequences, num_new, strict=True):
-        middle = (2 * done + num_tokens) * num_shards // (2 * total)
-        shards[min(middle, num_shards - 1)].append(documents[sequence.index])
-        done += num_tokens
+    total, done = sum(costs), 0
+    for sequence, cost in zip(sequences, costs, strict=True):
+        middle = (2 * done + cost) * num_shards // (2 * total)
+        shards[middle].append(documents[sequence.index])
+        done += cost
     return shards
 
 
@@ -160,6 +162,11 @@ def _common_prefix(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
+
+
+def _shared_with_previous(sequences: Sequence[_Sequence]) -> list[int]:
+    pairs = itertools.pairwise(sequences)
+    return [0, *(_common_prefix(a.inputs, b.inputs) for a, b in pairs)][: len(sequences)]
 
 
 def _num_new_tokens(sequence: _Sequence, members: Sequence[_Sequence]) -> int:

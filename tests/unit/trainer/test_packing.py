@@ -74,7 +74,8 @@ def test_a_mask_of_another_length_is_refused():
 
 def test_documents_are_split_evenly_and_those_that_begin_alike_stay_together():
     other = tuple(range(20))
-    mixed = [answer(1, 2), Document(token_ids=(*other, 3)), answer(4), Document(token_ids=other)]
+    mixed = [answer(1), Document(token_ids=(*other, 3)), answer(2), Document(token_ids=(*other, 4))]
+    mixed = [Document(token_ids=document.token_ids) for document in mixed]
     shards = split_documents(mixed, num_shards=2, micro_batch_tokens=100)
     assert sorted(map(len, shards)) == [2, 2]
     for shard in shards:
@@ -92,3 +93,10 @@ def test_a_split_keeps_every_document_with_a_target_in_any_number_of_shards():
         kept = [document.token_ids for shard in shards for document in shard]
         assert sorted(kept) == sorted(d.token_ids for d in documents if d is not silent)
     assert split_documents([silent], num_shards=2, micro_batch_tokens=100) == [[], []]
+
+
+def test_a_target_weighs_half_as_much_in_a_split_as_a_token_to_compute():
+    context = Document(token_ids=[1] * 46, train_mask=[False] * 45 + [True])  # 2 x 45 + 1
+    answers = [Document(token_ids=[i] * 11) for i in range(2, 7)]  # 2 x 10 + 10 each
+    shards = split_documents([context, *answers], num_shards=2, micro_batch_tokens=100)
+    assert shards == [[context, answers[0]], answers[1:]]
