@@ -58,6 +58,9 @@ class DemonstrationsConfig(Settings):
     """Demonstrations in each optimizer step, beside its text [conversations]."""
     error_frac: float = Field(0.15, ge=0, le=1)
     """Share of conversations with an error and its correction; the error is context, never trained."""
+    text_every_steps: int = Field(1, ge=1)
+    """Steps from one that reads text to the next; between them demonstrations stand alone, so that the
+    gradient of text does not drown theirs. 1 mixes both in every step."""
 
 
 class PretrainConfig(TextStageConfig):

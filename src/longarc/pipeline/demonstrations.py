@@ -57,7 +57,19 @@ def text_and_demonstrations(
         max_tokens=config.micro_batch_tokens,
         seed=seed,
     )
-    return lambda step: [*text(step), *shown(step)]
+    return interleaved(text, shown, text_every_steps=config.demonstrations.text_every_steps)
+
+
+def interleaved(text: Documents, shown: Documents, *, text_every_steps: int) -> Documents:
+    """Return steps that hold both, or text in every n-th step and demonstrations in the others.
+
+    What a step holds depends on its number alone, so that a resume reads what was to come.
+    """
+    if text_every_steps == 1:
+        return lambda step: [*text(step), *shown(step)]
+    return lambda step: (
+        text(step // text_every_steps) if step % text_every_steps == 0 else shown(step)
+    )
 
 
 class StepConversations:

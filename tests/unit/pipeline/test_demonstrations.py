@@ -7,7 +7,7 @@ from longarc.config.recipe import Recipe
 from longarc.data.sft import ExpertShare
 from longarc.envs.tasks.format import Format
 from longarc.errors import ConfigError
-from longarc.pipeline.demonstrations import StepConversations
+from longarc.pipeline.demonstrations import StepConversations, interleaved
 from longarc.tokens.glm import GlmFormat
 from token_samples import small_tokenizer
 
@@ -38,3 +38,18 @@ def test_a_stage_that_shows_an_unknown_family_is_refused():
     override = "stages.pretrain.demonstrations={tasks={nosuch={}}}"
     with pytest.raises(ConfigError, match="nosuch"):
         load_settings(Recipe, SMOKE, overrides=[override])
+
+
+def test_text_comes_every_nth_step_and_misses_none_of_its_own():
+    steps = interleaved(lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=3)
+    assert [steps(i) for i in range(7)] == [
+        ["text 0"],
+        ["demo 1"],
+        ["demo 2"],
+        ["text 1"],
+        ["demo 4"],
+        ["demo 5"],
+        ["text 2"],
+    ]
+    both = interleaved(lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=1)
+    assert both(5) == ["text 5", "demo 5"]

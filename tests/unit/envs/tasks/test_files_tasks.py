@@ -41,12 +41,12 @@ async def test_the_expert_solves_every_task_with_the_real_commands(tmp_path):
 
 
 async def test_demonstrations_show_what_the_real_commands_print_mistakes_included(tmp_path):
-    family = Files(indirect_frac=0.5)
+    family = Files(expert_indirect_frac=0.5, expert_shortcut_frac=0.3)
     sandboxes = FakeSandboxes(tmp_path)
     num_mistakes = 0
     for index in range(40):
         demo = family.demonstration(index, error_frac=0.6)
-        tree = family._trail("train", index, hops=family.settings.expert_hops, purpose="expert")
+        tree = family._expert_trail(index)
         task = next(family.tasks("train", cursor=0))
         task = type(task)(
             id="x",
@@ -74,6 +74,41 @@ def test_exactly_the_mistakes_are_untrained_and_each_is_followed_by_the_right_st
         assert wrong.messages[position].role is Role.ASSISTANT
         kept = wrong.messages[:position] + wrong.messages[position + 2 :]
         assert kept == right.messages
+
+
+def test_the_short_cut_is_shown_with_its_share_and_is_right_where_it_is_shown():
+    family = Files(expert_shortcut_frac=0.4)
+    demos = [family.demonstration(index) for index in range(300)]
+    short = [d for d in demos if d.messages[1].tool_calls[0].arguments["command"].startswith("grep -rh")]
+    assert 90 < len(short) < 150
+    for demo in short:
+        _, _, printed, answer = demo.messages
+        assert printed.content == answer.content  # one code, and it is the right one
+    never = Files()
+    assert not any(
+        call.arguments["command"].startswith("grep -rh")
+        for index in range(100)
+        for message in never.demonstration(index).messages
+        for call in message.tool_calls
+    )
+
+
+def test_the_short_cut_does_not_tell_which_code_of_a_task_is_right():
+    for task in islice(Files().tasks("test", cursor=0), 40):
+        printed = simulated("grep -rh ^code: *", task.data["files"]).splitlines()
+        assert f"code: {task.data['code']}" in printed
+        assert len(printed) >= 3
+
+
+def test_an_id_is_searched_in_the_words_that_name_it():
+    for task in islice(Files(indirect_frac=1.0).tasks("test", cursor=0), 30):
+        for step in task.data["steps"]:
+            if step.startswith("grep"):
+                pattern = step.split()[2].removeprefix("^")
+                pointed = [t for t in task.data["files"].values() if f"find: {pattern}" in t]
+                assert pointed or f"find: {pattern}" in task.messages[0].content
+                (path,) = simulated(step, task.data["files"]).splitlines()
+                assert task.data["files"][path].startswith(f"{pattern}\n")
 
 
 def test_demonstrations_stay_within_their_hops_while_tasks_go_further():

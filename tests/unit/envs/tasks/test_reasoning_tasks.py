@@ -33,6 +33,17 @@ def test_every_family_with_an_expert_shows_working_that_ends_in_the_right_answer
     assert len(seen) == len(EVERY)
 
 
+def test_direct_answers_are_shown_with_their_share_and_are_the_same_answers():
+    thinks, mixed = Reasoning(), Reasoning(expert_direct_frac=0.4)
+    num_direct = 0
+    for index in range(300):
+        (_, worked), (_, other) = thinks.demonstration(index).messages, mixed.demonstration(index).messages
+        assert other.content == worked.content
+        assert other.reasoning in ("", worked.reasoning)
+        num_direct += other.reasoning == ""
+    assert 90 < num_direct < 150
+
+
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_running_sums_are_true_line_by_line_and_end_in_the_answer(digits):
     settings = {"min_digits": digits, "max_digits": digits, "allow_negation": False}

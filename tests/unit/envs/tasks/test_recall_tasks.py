@@ -1,3 +1,4 @@
+import re
 from itertools import islice
 
 import pytest
@@ -7,6 +8,7 @@ from longarc.errors import ConfigError
 from longarc.records.message import Message, Role
 from longarc.records.outcome import Outcome
 from longarc.records.trajectory import EpisodeResult
+from longarc.tokens.words import CODE_WORDS
 
 
 def test_haystacks_have_the_length_that_was_asked_for_and_leave_room_in_4096():
@@ -22,6 +24,12 @@ def test_lengths_follow_the_tokenizer_that_is_given():
     task = next(family.tasks("train", cursor=0))
     haystack = task.messages[0].content.split("\nWhat")[0]
     assert 950 <= len(haystack) <= 1000
+
+
+def test_no_word_of_a_code_stands_anywhere_else():
+    for task in islice(Recall().tasks("test", cursor=0), 20):
+        hay = task.messages[0].content.replace(f"code: {task.data['code']}", "")
+        assert not {w for words in CODE_WORDS for w in words} & set(re.findall(r"[a-z]+", hay))
 
 
 def test_the_needle_is_there_once_and_anywhere():
