@@ -9,6 +9,14 @@ from longarc.config.settings import Settings
 from longarc.config.training import OptimizerConfig
 
 
+def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
+    if optimizer.warmup_steps > num_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than the stage of {num_steps} "
+            f"steps, which would never reach its rate; lower it or raise num_steps"
+        )
+
+
 class SupervisedConfig(Settings):
     """What pretrain, midtrain, dsa and sft share: training on given tokens."""
 
@@ -22,6 +30,11 @@ class SupervisedConfig(Settings):
     """Step of the loss-free expert balancing; 1e-3 in DeepSeek-V3 and GLM-4.5, 0 turns it off."""
     checkpoint_every_steps: int = Field(100, ge=1)
     """A crash costs at most this much work [optimizer steps]."""
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        _check_warmup(self.optimizer, self.num_steps)
+        return self
 
 
 class TextStageConfig(SupervisedConfig):
@@ -187,6 +200,7 @@ class RlConfig(Settings):
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
         _check_samples(self.rollout)
+        _check_warmup(self.optimizer, self.loop.num_steps)
         if self.loop.group_size == 1:
             raise ValueError(
                 "loop.group_size=1 leaves nothing to compare with: the group baseline makes every "
@@ -205,7 +219,7 @@ class DistillConfig(Settings):
     teachers: dict[str, str]
     """For each family the earlier stage whose final checkpoint teaches it."""
     loop: RolloutLoopConfig
-    """How rollouts are scheduled against training steps; group_size is 1."""
+    """How rollouts are scheduled against training steps; group_size 1 samples each prompt once."""
     rollout: RolloutConfig = RolloutConfig()
     """How the student is sampled; teachers score at the same temperature."""
     loss: LossConfig = LossConfig()
@@ -237,6 +251,7 @@ class DistillConfig(Settings):
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
         _check_samples(self.rollout)
+        _check_warmup(self.optimizer, self.loop.num_steps)
         if self.loop.dynamic_sampling:
             raise ValueError(
                 "loop.dynamic_sampling=True would drop groups by their rewards, which distillation "

@@ -133,3 +133,11 @@ def test_a_model_without_an_indexer_cannot_be_made_sparse():
     tree["stages"]["dsa"] = {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}
     with pytest.raises(ConfigError, match=r"'dsa'.*a llama model has no indexer; remove the stage"):
         validated(Recipe, tree, source="recipe")
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "rl", "distill"])
+def test_a_warmup_longer_than_its_stage_is_refused(stage):
+    tree = copy.deepcopy(RECIPE)
+    tree["stages"][stage]["optimizer"] = {"warmup_steps": 999}
+    with pytest.raises(ConfigError, match=f"(?s){stage}.*warmup_steps=999"):
+        validated(Recipe, tree, source="recipe")
