@@ -6,6 +6,7 @@ learns the form from demonstrations; ``_SHORTENED`` lists every cut. And answers
 would take although they are wrong are refused before it sees them; ``_is_honest`` lists the cases.
 """
 
+import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ _SHORTENED: Final[Mapping[str, tuple[str, str]]] = {
     "spell_backward": (r" \(example: sun -> nus\)", ""),
 }
 _INDEX_BITS: Final = 48
+_NO_THOUGHT: Final = "pass"
+"""An empty thought would be the other mode, in which the policy is not asked to think."""
+_SUMS_PER_DRILL: Final = 12
+_RUNNING_SUMS: Final = (-9, 18)
+"""What the running results of three one-digit terms lie between, all but a few."""
 
 
 def _default_families() -> dict[str, dict[str, Any]]:
@@ -79,9 +85,30 @@ class ReasoningSettings(FamilySettings):
     expert_families: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of the demonstrations, over those of the tasks; easier ones leave RL something to gain."""
     expert_direct_frac: Frac = 0.0
-    """Share of demonstrations that answer at once, without thinking."""
+    """Share of demonstrations that pass over the thinking and answer at once. Whether working pays differs
+    between families; a policy that imitates both leaves RL to find out."""
+    expert_drill_frac: Frac = 0.0
+    """Share of demonstrations that drill single sums, ``_SUMS_PER_DRILL`` in one conversation: the facts that
+    worked sums are made of, at a tenth of their tokens."""
     is_partial: bool = False
     """Whether a reward between 0 and 1 that reasoning-gym gives counts as it is, or as 0."""
+
+
+def _drill(rng: random.Random, *, family: str) -> Conversation:
+    """Single sums, asked and answered one after the other, as the lines of a worked sum are written."""
+    messages: list[Message] = []
+    for _ in range(_SUMS_PER_DRILL):
+        sum_ = f"{rng.randint(*_RUNNING_SUMS)}{rng.choice('+-')}{rng.randint(0, 9)}"
+        messages.append(Message(role=Role.USER, content=sum_))
+        messages.append(Message(role=Role.ASSISTANT, content=f"{sum_}={_value(sum_)}"))
+    return Conversation(messages=tuple(messages), thinking=False, family=family, difficulty=1.0)
+
+
+def _value(sum_: str) -> int:
+    match = re.fullmatch(r"(-?\d+)([+-])(\d)", sum_)
+    assert match is not None
+    left, operator, right = match.groups()
+    return int(left) + (int(right) if operator == "+" else -int(right))
 
 
 class Dataset(Protocol):
@@ -176,10 +203,12 @@ class Reasoning:
 
     def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
         """Return the expert's conversation number ``index``; one turn has no room for a correction."""
+        rng = rng_of(self.name, self.settings.seed, "expert", index)
+        if rng.random() < self.settings.expert_drill_frac:
+            return _drill(rng, family=self.name)
         problem = self._problem(self._expert_datasets, "train", index, purpose="expert")
-        rng = rng_of(self.name, self.settings.seed, "direct", index)
         is_direct = rng.random() < self.settings.expert_direct_frac
-        thoughts = "" if is_direct else WORKED[problem.dataset](problem.entry)
+        thoughts = _NO_THOUGHT if is_direct else WORKED[problem.dataset](problem.entry)
         return Conversation(
             messages=(
                 Message(role=Role.USER, content=problem.question),

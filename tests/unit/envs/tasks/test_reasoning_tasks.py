@@ -39,9 +39,23 @@ def test_direct_answers_are_shown_with_their_share_and_are_the_same_answers():
     for index in range(300):
         (_, worked), (_, other) = thinks.demonstration(index).messages, mixed.demonstration(index).messages
         assert other.content == worked.content
-        assert other.reasoning in ("", worked.reasoning)
-        num_direct += other.reasoning == ""
+        assert other.reasoning in ("pass", worked.reasoning)
+        num_direct += other.reasoning == "pass"
     assert 90 < num_direct < 150
+
+
+def test_drills_are_shown_with_their_share_and_every_sum_of_them_is_true():
+    family = Reasoning(expert_drill_frac=0.3)
+    demos = [family.demonstration(index) for index in range(200)]
+    drills = [demo for demo in demos if len(demo.messages) > 2]
+    assert 40 < len(drills) < 80
+    for demo in drills:
+        assert not demo.thinking
+        for asked, answered in zip(demo.messages[::2], demo.messages[1::2], strict=True):
+            sum_, _, result = answered.content.partition("=")
+            assert sum_ == asked.content
+            left, operator, right = re.fullmatch(r"(-?\d+)([+-])(\d)", sum_).groups()
+            assert int(result) == int(left) + int(f"{operator}{right}")
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])
