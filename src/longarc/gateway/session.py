@@ -18,7 +18,7 @@ from typing import Literal
 
 from longarc.errors import ConfigError, ContractError, RolloutError
 from longarc.gateway.completion import Completion, collect
-from longarc.gateway.identity import next_key, opening_key
+from longarc.gateway.identity import next_key
 from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.records.message import Message, Role, ToolSpec
@@ -64,19 +64,25 @@ class GatewaySession:
         *,
         engine: Engine,
         chat_format: ChatFormat,
+        find_opening_key: Callable[[tuple[ToolSpec, ...], bool], bytes],
         turn_log: TurnLog | None,
         on_close: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._format = chat_format
+        self._find_opening_key = find_opening_key
         self._turn_log = turn_log
         self._on_close = on_close
         self._tree = SessionTree(settings.session_id)
         self._is_closed = False
         self._num_running = 0
+        self._call_id_prefix = (
+            f"call_{hashlib.blake2b(settings.session_id.encode(), digest_size=6).hexdigest()}"
+        )
         self._opening: tuple[tuple[ToolSpec, ...], bool, bytes] | None = None
         self._last: tuple[bytes, list[Message], list[bytes]] = (b"", [], [])
+        self._newest: tuple[bytes, Message, bytes] | None = None
 
     @property
     def settings(self) -> SessionSettings:
@@ -155,10 +161,11 @@ class GatewaySession:
         message = self._message(
             completion, tools, thinking=thinks, keeps_calls=tool_choice == "auto"
         )
+        key = next_key(keys[-1], message)
         node = Node(
             index=self.num_turns,
             parent=None if parent is None else parent.index,
-            key=next_key(keys[-1], message),
+            key=key,
             num_messages=len(messages) + 1,
             context_ids=prompt[len(stored) :],
             sampled_ids=completion.sampled_ids,
@@ -172,6 +179,7 @@ class GatewaySession:
         if self._turn_log is not None:
             self._turn_log(self._settings.session_id, node.index, encode_turn(node))
         self._tree.add(node)
+        self._newest = (keys[-1], message, key)
         return Answer(turn=_turn(node, num_prompt_tokens=len(prompt)), node=node)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -224,17 +232,23 @@ class GatewaySession:
                     break
                 keys.append(key)
         for message in messages[len(keys) :]:
-            keys.append(next_key(keys[-1] if keys else opening, message))
+            keys.append(self._next_key(keys[-1] if keys else opening, message))
         self._last = (opening, list(messages), keys)
         return keys
 
     def _opening_key(self, tools: tuple[ToolSpec, ...], *, thinking: bool) -> bytes:
         """Return the key of what stands before the first message; it is the same for most requests."""
         if self._opening is None or self._opening[:2] != (tools, thinking):
-            chat = self._format.render((), tools, thinking=thinking, add_generation_prompt=False)
-            key = opening_key(self._format.name, chat.token_ids)
-            self._opening = (tools, thinking, key)
+            self._opening = (tools, thinking, self._find_opening_key(tools, thinking))
         return self._opening[2]
+
+    def _next_key(self, previous: bytes, message: Message) -> bytes:
+        """Return ``next_key``, which is known of the newest answer where that very object comes back."""
+        if self._newest is not None:
+            before, answer, key = self._newest
+            if message is answer and previous == before:
+                return key
+        return next_key(previous, message)
 
     def _newest_answer_to(self, messages: Sequence[Message], key: bytes) -> Answer | None:
         node = self._tree.nodes[-1] if self._tree.nodes else None
@@ -279,7 +293,7 @@ class GatewaySession:
         try:
             completion = await collect(
                 self._engine,
-                tuple(prompt),
+                prompt,
                 sampling,
                 session_id=self._settings.session_id,
                 check=self._check_open,
@@ -324,12 +338,11 @@ class GatewaySession:
         thinking: bool,
         keeps_calls: bool,
     ) -> Message:
-        session = hashlib.blake2b(self._settings.session_id.encode(), digest_size=6).hexdigest()
         message = self._format.parse(
             completion.sampled_ids,
             tools,
             thinking=thinking,
-            call_id_prefix=f"call_{session}_{self.num_turns}",
+            call_id_prefix=f"{self._call_id_prefix}_{self.num_turns}",
         ).message
         return message if keeps_calls else replace(message, tool_calls=())
 
