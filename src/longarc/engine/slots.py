@@ -6,11 +6,14 @@ weights computed never serves a new request: an update drops idle slots and mark
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+_BLOCK_TOKENS = 128
+"""Tokens of a prompt that are compared with all slots at a time."""
 
 
 @dataclass(slots=True)
@@ -18,8 +21,7 @@ class Slot:
     """One cache slot."""
 
     index: int
-    capacity: int
-    tokens: Ids = field(init=False)
+    tokens: Ids
     """Tokens whose state the cache holds are ``tokens[:length]``."""
     length: int = 0
     is_busy: bool = False
@@ -27,9 +29,6 @@ class Slot:
     """Part of the state was computed by weights that are no longer the newest."""
     session_id: str = ""
     last_used: int = 0
-
-    def __post_init__(self) -> None:
-        self.tokens = np.zeros(self.capacity, dtype=np.int64)
 
     def append(self, token_ids: Sequence[int] | Ids) -> None:
         """Record tokens whose state was just written."""
@@ -41,7 +40,8 @@ class SlotTable:
     """All slots of one engine."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
-        self.slots = [Slot(index=i, capacity=capacity) for i in range(num_slots)]
+        self._tokens = np.zeros((num_slots, capacity), dtype=np.int64)
+        self.slots = [Slot(index=i, tokens=row) for i, row in enumerate(self._tokens)]
         self._last_of: dict[str, Slot] = {}
         """The slot that each session used last; at most one entry a slot."""
         self._clock = 0
@@ -61,23 +61,19 @@ class SlotTable:
             best, best_length = own, common_prefix(own.tokens[: own.length], prompt[:limit])
             if best_length == own.length:
                 return best, best_length
-        for slot in self.slots:
-            if slot.is_stale or slot.length <= best_length:
-                continue
-            length = common_prefix(slot.tokens[: slot.length], prompt[:limit])
-            if length > best_length:
-                best, best_length = slot, length
-        return best, best_length
+        usable = np.array([0 if slot.is_stale else slot.length for slot in self.slots])
+        index, length = longest_prefix(self._tokens, usable, prompt[:limit])
+        return (self.slots[index], length) if length > best_length else (best, best_length)
 
     def acquire(self, session_id: str, donor: Slot | None) -> Slot | None:
         """Take an idle slot: the donor itself if idle and of this session, else the least recently used."""
         self._clock += 1
-        idle = [slot for slot in self.slots if not slot.is_busy]
-        if not idle:
-            return None
         if donor is not None and not donor.is_busy and donor.session_id == session_id:
             chosen = donor
         else:
+            idle = [slot for slot in self.slots if not slot.is_busy]
+            if not idle:
+                return None
             others = [slot for slot in idle if slot is not donor] or idle
             chosen = min(others, key=lambda s: (s.length > 0 and not s.is_stale, s.last_used))
         chosen.is_busy = True
@@ -112,3 +108,29 @@ def common_prefix(left: Ids, right: Ids) -> int:
     different = left[:limit] != right[:limit]
     first = int(different.argmax()) if limit else 0
     return first if limit and different[first] else limit
+
+
+def longest_prefix(
+    rows: np.ndarray[tuple[int, int], np.dtype[np.int64]], lengths: Ids, tokens: Ids
+) -> tuple[int, int]:
+    """Return which row shares the longest prefix with ``tokens``, the first of several, and its length.
+
+    Only ``rows[i, :lengths[i]]`` counts. A block of ``tokens`` is compared with all rows at once, and
+    only those that hold all of it go on to the next block.
+    """
+    candidates = np.flatnonzero(lengths) if len(tokens) else lengths[:0]
+    start = 0
+    while len(candidates):
+        block = tokens[start : start + _BLOCK_TOKENS]
+        end = start + len(block)
+        different = rows[candidates, start:end] != block
+        shared = np.minimum(lengths[candidates] - start, len(block))
+        shared = np.where(
+            different.any(axis=1), np.minimum(shared, different.argmax(axis=1)), shared
+        )
+        best = int(shared.argmax())
+        if shared[best] < len(block) or end == len(tokens):
+            return int(candidates[best]), start + int(shared[best])
+        candidates = candidates[shared == len(block)]
+        start = end
+    return 0, 0

@@ -1,6 +1,8 @@
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from longarc.engine.slots import SlotTable, common_prefix
+from longarc.engine.slots import _BLOCK_TOKENS, SlotTable, common_prefix, longest_prefix
 
 
 def ids(*values):
@@ -60,3 +62,33 @@ def test_new_weights_leave_nothing_to_reuse():
     assert table.donor(ids(1, 2, 3, 4), "a") == (None, 0)
     table.release(busy)
     assert table.donor(ids(1, 2, 3, 4), "a") == (None, 0)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_reuse():
+    table = SlotTable(2, 16)
+    filled(table, "a", [1, 2])
+    assert table.donor(ids(1), "b") == (None, 0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3 * _BLOCK_TOKENS),  # where the row differs from the prompt
+            st.integers(0, 3 * _BLOCK_TOKENS),  # how much of it counts
+        ),
+        max_size=6,
+    ),
+    st.integers(0, 3 * _BLOCK_TOKENS),
+)
+def test_the_longest_prefix_is_the_one_that_comparing_row_by_row_finds(rows, num_tokens):
+    tokens = np.arange(num_tokens, dtype=np.int64)
+    table = np.tile(np.arange(3 * _BLOCK_TOKENS, dtype=np.int64), (len(rows), 1))
+    for row, (different_from, _) in zip(table, rows, strict=True):
+        row[different_from:] = -1
+    lengths = np.array([length for _, length in rows], dtype=np.int64)
+
+    shared = [common_prefix(row[:n], tokens) for row, n in zip(table, lengths, strict=True)]
+    index, length = longest_prefix(table, lengths, tokens)
+
+    assert length == max(shared, default=0)
+    assert not length or index == shared.index(length)
