@@ -14,6 +14,8 @@ Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _BLOCK_TOKENS = 128
 """Tokens of a prompt that are compared with all slots at a time."""
+_MAX_HOLDERS = 4
+"""Slots that are looked at one by one before that."""
 
 
 @dataclass(slots=True)
@@ -118,7 +120,14 @@ def longest_prefix(
     Only ``rows[i, :lengths[i]]`` counts. A block of ``tokens`` is compared with all rows at once, and
     only those that hold all of it go on to the next block.
     """
-    candidates = np.flatnonzero(lengths) if len(tokens) else lengths[:0]
+    if not len(tokens):
+        return 0, 0
+    # Where a group has one prompt, some row holds all of it; few others have its last token there.
+    holders = np.flatnonzero((lengths >= len(tokens)) & (rows[:, len(tokens) - 1] == tokens[-1]))
+    for index in holders[:_MAX_HOLDERS]:
+        if np.array_equal(rows[index, : len(tokens)], tokens):
+            return int(index), len(tokens)
+    candidates = np.flatnonzero(lengths)
     start = 0
     while len(candidates):
         block = tokens[start : start + _BLOCK_TOKENS]

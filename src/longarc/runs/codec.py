@@ -46,8 +46,7 @@ def to_json(value: object) -> bytes:
     The standard library and not orjson: NaN, integers beyond 64 bits and lone surrogates (which
     undecodable file names become) occur in what environments report, and must come back as they were.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
-    return text.encode("utf-8", "surrogatepass")
+    return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 
 
 def from_json(data: bytes) -> Any:
@@ -61,6 +60,9 @@ def _plain(value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return list(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is not a JSON value")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain)
 
 
 def compress(data: bytes) -> bytes:

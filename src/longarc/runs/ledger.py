@@ -54,6 +54,8 @@ class Ledger(LedgerReader):
         """Take over an open database; use ``open``."""
         super().__init__(database)
         self._clock = clock
+        self._undecided: dict[str, tuple[Trajectory, str]] = {}
+        """What was completed here and has no disposition yet, with the digest of its body."""
 
     @classmethod
     def open(
@@ -235,16 +237,19 @@ class Ledger(LedgerReader):
         check_disposition(trajectory.id, disposition, reason)
         self._check_new(trajectory)
         body = trajectory_body(trajectory) if body is None else body
+        digest = body_sha256(body)
         sequence = self._database.insert(
             "trajectories",
             **trajectory_columns(trajectory),
             completed_at_s=self._clock(),
-            sha256=body_sha256(body),
+            sha256=digest,
             disposition=disposition,
             disposition_reason=storable_text(reason),
         )
         self._database.insert("payloads", sequence=sequence, payload=compress(body))
         self._database.execute("DELETE FROM turns WHERE session_id = ?", (trajectory.id,))
+        if disposition is None:
+            self._undecided[trajectory.id] = (trajectory, digest)
 
     def _check_new(self, trajectory: Trajectory) -> None:
         if self._exists(trajectory.id):
@@ -309,6 +314,7 @@ class Ledger(LedgerReader):
                 f"trajectory {trajectory_id!r} cannot become {disposition}: "
                 + (f"it is {row.disposition} already" if row else "it is not complete")
             )
+        self._undecided.pop(trajectory_id, None)
 
     # ------------------------------------------------------------------- steps
 
@@ -334,7 +340,7 @@ class Ledger(LedgerReader):
                 unknown, altered or already excluded.
         """
         digests = {
-            trajectory.id: body_sha256(trajectory_body(trajectory))
+            trajectory.id: self._digest(trajectory)
             for group in batch.groups
             for trajectory in group.trajectories
         }
@@ -355,6 +361,11 @@ class Ledger(LedgerReader):
             )
             self._use(batch, digests)
             self._dispose(filtered or {})
+
+    def _digest(self, trajectory: Trajectory) -> str:
+        """Return the digest of a trajectory's body, which is known of the very object that was completed."""
+        completed, digest = self._undecided.get(trajectory.id, (None, ""))
+        return digest if completed is trajectory else body_sha256(trajectory_body(trajectory))
 
     def _check_next(self, batch: Batch, report: StepReport) -> None:
         newest = self._database.row(
