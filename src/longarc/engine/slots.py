@@ -30,7 +30,6 @@ class Slot:
     is_stale: bool = False
     """Part of the state was computed by weights that are no longer the newest."""
     session_id: str = ""
-    last_used: int = 0
 
     def append(self, token_ids: Sequence[int] | Ids) -> None:
         """Record tokens whose state was just written."""
@@ -46,7 +45,8 @@ class SlotTable:
         self.slots = [Slot(index=i, tokens=row) for i, row in enumerate(self._tokens)]
         self._last_of: dict[str, Slot] = {}
         """The slot that each session used last; at most one entry a slot."""
-        self._clock = 0
+        self._idle = {slot.index: slot for slot in self.slots}
+        """Slots that nobody uses, the least recently used first."""
 
     def donor(self, prompt: Ids, session_id: str) -> tuple[Slot | None, int]:
         """Return the slot that shares the longest prefix with ``prompt``, and its length [tokens].
@@ -69,28 +69,30 @@ class SlotTable:
 
     def acquire(self, session_id: str, donor: Slot | None) -> Slot | None:
         """Take an idle slot: the donor itself if idle and of this session, else the least recently used."""
-        self._clock += 1
-        if donor is not None and not donor.is_busy and donor.session_id == session_id:
-            chosen = donor
-        else:
-            idle = [slot for slot in self.slots if not slot.is_busy]
-            if not idle:
-                return None
-            others = [slot for slot in idle if slot is not donor] or idle
-            chosen = min(others, key=lambda s: (s.length > 0 and not s.is_stale, s.last_used))
+        chosen = donor
+        if donor is None or donor.is_busy or donor.session_id != session_id:
+            chosen = self._least_missed(donor)
+        if chosen is None:
+            return None
+        del self._idle[chosen.index]
         chosen.is_busy = True
         if self._last_of.get(chosen.session_id) is chosen:
             del self._last_of[chosen.session_id]
         chosen.session_id = session_id
         self._last_of[session_id] = chosen
-        chosen.last_used = self._clock
         return chosen
+
+    def _least_missed(self, donor: Slot | None) -> Slot | None:
+        """Return an empty idle slot, else the least recently used, the donor only where it is the last."""
+        others = [slot for slot in self._idle.values() if slot is not donor]
+        if not others:
+            return donor if donor is not None and not donor.is_busy else None
+        return next((slot for slot in others if not slot.length), others[0])
 
     def release(self, slot: Slot) -> None:
         """Give a slot back; its state stays for reuse unless it is stale."""
-        self._clock += 1
         slot.is_busy = False
-        slot.last_used = self._clock
+        self._idle[slot.index] = slot
         if slot.is_stale:
             slot.length = 0
             slot.is_stale = False

@@ -20,6 +20,7 @@ from typing import Self
 from longarc.errors import ContractError, LedgerError
 from longarc.records.batch import Batch, StepReport
 from longarc.records.outcome import Disposition, Outcome
+from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
 from longarc.runs.codec import (
     batch_sha256,
@@ -86,11 +87,21 @@ class Ledger(LedgerReader):
         Raises:
             LedgerError: a trajectory id or a place (group, member, attempt) is taken.
         """
+        digests: dict[int, str] = {}  # by identity: the members of a group have one task
         with self._database.transaction(durable=False):
             for admission in admissions:
-                self._admit(admission)
+                task = admission.task
+                if id(task) not in digests:
+                    digests[id(task)] = self._store_task(task)
+                self._admit(admission, digests[id(task)])
 
-    def _admit(self, admission: Admission) -> None:
+    def _store_task(self, task: Task) -> str:
+        payload = encode_task(task)
+        digest = body_sha256(payload)
+        self._database.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?)", (digest, payload))
+        return digest
+
+    def _admit(self, admission: Admission, task_digest: str) -> None:
         clash = self._database.row(
             "SELECT trajectory_id FROM admissions WHERE trajectory_id = ? OR (stage = ? AND "
             "group_index = ? AND member_index = ? AND attempt = ?)",
@@ -108,9 +119,6 @@ class Ledger(LedgerReader):
                 f"{admission.member_index}, attempt {admission.attempt}) was admitted before as "
                 f"{clash[0]!r}: every attempt is admitted once; raise `attempt` to run it again"
             )
-        payload = encode_task(admission.task)
-        digest = body_sha256(payload)
-        self._database.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?)", (digest, payload))
         self._database.insert(
             "admissions",
             trajectory_id=admission.trajectory_id,
@@ -119,7 +127,7 @@ class Ledger(LedgerReader):
             group_index=admission.group_index,
             member_index=admission.member_index,
             attempt=admission.attempt,
-            task_sha256=digest,
+            task_sha256=task_digest,
             policy_version=admission.policy_version,
             seed=str(admission.seed),
             admitted_at_s=self._clock(),

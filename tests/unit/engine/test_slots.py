@@ -53,6 +53,18 @@ def test_a_slot_that_was_given_to_another_session_is_no_longer_the_first_ones():
     assert table.donor(ids(1, 2, 3, 4), "first") == (None, 0)
 
 
+def test_an_empty_slot_is_taken_before_the_least_recently_used_and_the_donor_last():
+    table = SlotTable(3, 16)
+    oldest, newer = filled(table, "a", [1]), filled(table, "b", [2])
+    empty = table.acquire("c", oldest)
+    assert empty not in (oldest, newer)
+    assert [table.acquire("d", oldest), table.acquire("e", oldest)] == [newer, oldest]
+    assert table.acquire("f", None) is None
+    table.release(newer)
+    table.release(oldest)
+    assert table.acquire("g", None) is newer
+
+
 def test_new_weights_leave_nothing_to_reuse():
     table = SlotTable(2, 16)
     busy = table.acquire("a", None)
