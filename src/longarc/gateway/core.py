@@ -4,21 +4,15 @@ In-process environments hold a session and call ``chat``; ``http`` translates a 
 call. There is one way from messages to tokens.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from operator import is_
 
 from longarc.errors import ConfigError, ContractError
-from longarc.gateway.identity import opening_key
+from longarc.gateway.openings import Openings
 from longarc.gateway.session import GatewaySession, SessionClosed, SessionSettings
 from longarc.gateway.turn_log import TurnLog
-from longarc.records.message import ToolSpec
 from longarc.records.ports import Engine
 from longarc.records.sampling import Sampling
 from longarc.tokens.chat_format import ChatFormat
-
-_NUM_OPENINGS = 16
-"""Openings (tools and thinking) whose key is remembered."""
 
 
 class Gateway:
@@ -51,9 +45,7 @@ class Gateway:
         self._clear_thinking = clear_thinking
         self._turn_log = turn_log
         self._sessions: dict[str, GatewaySession] = {}
-        self._openings: deque[tuple[tuple[ToolSpec, ...], bool, bytes]] = deque(
-            maxlen=_NUM_OPENINGS
-        )
+        self._openings = Openings(chat_format, clear_thinking=clear_thinking)
 
     @property
     def engine(self) -> Engine:
@@ -100,7 +92,7 @@ class Gateway:
             ),
             engine=self._engine,
             chat_format=self._format,
-            find_opening_key=self._opening_key,
+            openings=self._openings,
             turn_log=self._turn_log,
             on_close=self._forget,
         )
@@ -146,18 +138,6 @@ class Gateway:
     def num_open_sessions(self) -> int:
         """Sessions that were opened and not closed."""
         return len(self._sessions)
-
-    def _opening_key(self, tools: tuple[ToolSpec, ...], thinking: bool) -> bytes:
-        """Return the key of what stands before a first message; sessions with the same tools share it."""
-        for known_tools, known_thinking, key in self._openings:
-            # Tools that are merely equal may be spelt apart, as 1 and 1.0 are.
-            is_same = len(known_tools) == len(tools) and all(map(is_, known_tools, tools))
-            if is_same and known_thinking is thinking:
-                return key
-        chat = self._format.render((), tools, thinking=thinking, add_generation_prompt=False)
-        key = opening_key(self._format.name, chat.token_ids)
-        self._openings.append((tools, thinking, key))
-        return key
 
     def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)

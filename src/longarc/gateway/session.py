@@ -19,6 +19,7 @@ from typing import Literal
 from longarc.errors import ConfigError, ContractError, RolloutError
 from longarc.gateway.completion import Completion, collect
 from longarc.gateway.identity import next_key
+from longarc.gateway.openings import Openings
 from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.records.message import Message, Role, ToolSpec
@@ -64,14 +65,14 @@ class GatewaySession:
         *,
         engine: Engine,
         chat_format: ChatFormat,
-        find_opening_key: Callable[[tuple[ToolSpec, ...], bool], bytes],
+        openings: Openings,
         turn_log: TurnLog | None,
         on_close: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._format = chat_format
-        self._find_opening_key = find_opening_key
+        self._openings = openings
         self._turn_log = turn_log
         self._on_close = on_close
         self._tree = SessionTree(settings.session_id)
@@ -153,7 +154,7 @@ class GatewaySession:
             parent = None
         stored = self._tree.ids(parent)
         if parent is None:
-            prompt = self._whole_prompt(messages, tools, thinking=thinks)
+            prompt = self._openings.prompt(messages, tools, thinking=thinks)
         else:
             prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
         wanted = self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt))
@@ -239,7 +240,7 @@ class GatewaySession:
     def _opening_key(self, tools: tuple[ToolSpec, ...], *, thinking: bool) -> bytes:
         """Return the key of what stands before the first message; it is the same for most requests."""
         if self._opening is None or self._opening[:2] != (tools, thinking):
-            self._opening = (tools, thinking, self._find_opening_key(tools, thinking))
+            self._opening = (tools, thinking, self._openings.key(tools, thinking=thinking))
         return self._opening[2]
 
     def _next_key(self, previous: bytes, message: Message) -> bytes:
@@ -268,18 +269,6 @@ class GatewaySession:
             and any(message.role is Role.USER for message in unmatched)
             and self._tree.has_reasoning(parent)
         )
-
-    def _whole_prompt(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
-    ) -> "array[int]":
-        chat = self._format.render(
-            messages,
-            tools,
-            thinking=thinking,
-            clear_thinking=self._settings.clear_thinking,
-            add_generation_prompt=True,
-        )
-        return id_array(chat.token_ids)
 
     def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
         last_id = parent.sampled_ids[-1]
