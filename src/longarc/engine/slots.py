@@ -13,9 +13,7 @@ import numpy as np
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _BLOCK_TOKENS = 128
-"""Tokens of a prompt that are compared with all slots at a time."""
-_MAX_HOLDERS = 4
-"""Slots that are looked at one by one before that."""
+"""Tokens of a prompt that are compared with several slots at a time."""
 
 
 @dataclass(slots=True)
@@ -45,6 +43,7 @@ class SlotTable:
         self.slots = [Slot(index=i, tokens=row) for i, row in enumerate(self._tokens)]
         self._last_of: dict[str, Slot] = {}
         """The slot that each session used last; at most one entry a slot."""
+        self._newest_donor: Slot | None = None
         self._idle = {slot.index: slot for slot in self.slots}
         """Slots that nobody uses, the least recently used first."""
 
@@ -57,15 +56,25 @@ class SlotTable:
         """
         best: Slot | None = None
         best_length = 0
-        limit = len(prompt) - 1
+        wanted = prompt[: len(prompt) - 1]
         own = self._last_of.get(session_id)
         if own is not None and own.session_id == session_id and not own.is_busy and own.length:
-            best, best_length = own, common_prefix(own.tokens[: own.length], prompt[:limit])
+            best, best_length = own, common_prefix(own.tokens[: own.length], wanted)
             if best_length == own.length:
                 return best, best_length
-        usable = np.array([0 if slot.is_stale else slot.length for slot in self.slots])
-        index, length = longest_prefix(self._tokens, usable, prompt[:limit])
-        return (self.slots[index], length) if length > best_length else (best, best_length)
+        # The members of a group come one after the other, and what served one serves the next.
+        newest = self._newest_donor
+        if newest is not None and not newest.is_stale:
+            length = common_prefix(newest.tokens[: newest.length], wanted)
+            if length > best_length:
+                best, best_length = newest, length
+        if best_length < len(wanted):
+            usable = np.array([0 if slot.is_stale else slot.length for slot in self.slots])
+            index, length = longest_prefix(self._tokens, usable, wanted, beyond=best_length)
+            if length > best_length:
+                best, best_length = self.slots[index], length
+        self._newest_donor = best
+        return best, best_length
 
     def acquire(self, session_id: str, donor: Slot | None) -> Slot | None:
         """Take an idle slot: the donor itself if idle and of this session, else the least recently used."""
@@ -115,21 +124,19 @@ def common_prefix(left: Ids, right: Ids) -> int:
 
 
 def longest_prefix(
-    rows: np.ndarray[tuple[int, int], np.dtype[np.int64]], lengths: Ids, tokens: Ids
+    rows: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    lengths: Ids,
+    tokens: Ids,
+    *,
+    beyond: int,
 ) -> tuple[int, int]:
-    """Return which row shares the longest prefix with ``tokens``, the first of several, and its length.
+    """Return which row shares more than ``beyond`` leading tokens, and most of all, and how many.
 
-    Only ``rows[i, :lengths[i]]`` counts. A block of ``tokens`` is compared with all rows at once, and
-    only those that hold all of it go on to the next block.
+    Only ``rows[i, :lengths[i]]`` counts; without such a row the number is at most ``beyond``. Whoever shares more has the
+    token behind ``beyond``, which leaves few rows. A block of ``tokens`` is compared with all of them at
+    once, and only those that hold all of it go on to the next block.
     """
-    if not len(tokens):
-        return 0, 0
-    # Where a group has one prompt, some row holds all of it; few others have its last token there.
-    holders = np.flatnonzero((lengths >= len(tokens)) & (rows[:, len(tokens) - 1] == tokens[-1]))
-    for index in holders[:_MAX_HOLDERS]:
-        if np.array_equal(rows[index, : len(tokens)], tokens):
-            return int(index), len(tokens)
-    candidates = np.flatnonzero(lengths)
+    candidates = np.flatnonzero((lengths > beyond) & (rows[:, beyond] == tokens[beyond]))
     start = 0
     while len(candidates):
         block = tokens[start : start + _BLOCK_TOKENS]

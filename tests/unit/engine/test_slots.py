@@ -90,17 +90,50 @@ def test_a_prompt_of_one_token_has_nothing_to_reuse():
         ),
         max_size=6,
     ),
+    st.integers(1, 3 * _BLOCK_TOKENS),
     st.integers(0, 3 * _BLOCK_TOKENS),
 )
-def test_the_longest_prefix_is_the_one_that_comparing_row_by_row_finds(rows, num_tokens):
+def test_the_longest_prefix_is_the_one_that_comparing_row_by_row_finds(rows, num_tokens, beyond):
     tokens = np.arange(num_tokens, dtype=np.int64)
     table = np.tile(np.arange(3 * _BLOCK_TOKENS, dtype=np.int64), (len(rows), 1))
     for row, (different_from, _) in zip(table, rows, strict=True):
         row[different_from:] = -1
     lengths = np.array([length for _, length in rows], dtype=np.int64)
+    beyond = min(beyond, num_tokens - 1)
 
     shared = [common_prefix(row[:n], tokens) for row, n in zip(table, lengths, strict=True)]
-    index, length = longest_prefix(table, lengths, tokens)
+    index, length = longest_prefix(table, lengths, tokens, beyond=beyond)
 
-    assert length == max(shared, default=0)
-    assert not length or index == shared.index(length)
+    if max(shared, default=0) > beyond:
+        assert (index, length) == (shared.index(length), max(shared))
+    else:
+        assert length <= beyond
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_donor_shares_as_much_as_any_slot_that_may_be_used(rng):
+    table, busy = SlotTable(4, 300), []
+    for _ in range(60):
+        prompt = ids(*[1] * rng.choice([0, 5, 140]), *(rng.randint(0, 2) for _ in range(9)))
+        session_id = f"s{rng.randint(0, 5)}"
+        donor, length = table.donor(prompt, session_id)
+
+        shared = [
+            common_prefix(slot.tokens[: slot.length], prompt[:-1])
+            for slot in table.slots
+            if not slot.is_stale
+        ]
+        own = table._last_of.get(session_id)
+        is_continued = own is not None and not own.is_busy and 0 < own.length == length
+        assert length == max(shared, default=0) or (is_continued and donor is own)
+        assert donor is None or common_prefix(donor.tokens[: donor.length], prompt[:-1]) == length
+
+        match rng.choice(["start", "start", "end", "weights"]):
+            case "start" if (slot := table.acquire(session_id, donor)) is not None:
+                slot.length = 0
+                slot.append(prompt[: rng.randint(length, len(prompt))])
+                busy.append(slot)
+            case "end" if busy:
+                table.release(busy.pop(rng.randrange(len(busy))))
+            case "weights":
+                table.invalidate()
