@@ -132,9 +132,9 @@ def longest_prefix(
 ) -> tuple[int, int]:
     """Return which row shares more than ``beyond`` leading tokens, and most of all, and how many.
 
-    Only ``rows[i, :lengths[i]]`` counts; without such a row the number is at most ``beyond``. Whoever shares more has the
-    token behind ``beyond``, which leaves few rows. A block of ``tokens`` is compared with all of them at
-    once, and only those that hold all of it go on to the next block.
+    Only ``rows[i, :lengths[i]]`` counts; without such a row the number is at most ``beyond``. Whoever
+    shares more has the token behind ``beyond``, which leaves few rows. A block of ``tokens`` is compared
+    with all of them at once, and only those that hold all of it go on to the next block.
     """
     candidates = np.flatnonzero((lengths > beyond) & (rows[:, beyond] == tokens[beyond]))
     start = 0
