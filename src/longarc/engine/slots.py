@@ -6,11 +6,14 @@ weights computed never serves a new request: an update drops idle slots and mark
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+_BLOCK_TOKENS = 128
+"""Tokens of a prompt that are compared with several slots at a time."""
 
 
 @dataclass(slots=True)
@@ -18,18 +21,13 @@ class Slot:
     """One cache slot."""
 
     index: int
-    capacity: int
-    tokens: Ids = field(init=False)
+    tokens: Ids
     """Tokens whose state the cache holds are ``tokens[:length]``."""
     length: int = 0
     is_busy: bool = False
     is_stale: bool = False
     """Part of the state was computed by weights that are no longer the newest."""
     session_id: str = ""
-    last_used: int = 0
-
-    def __post_init__(self) -> None:
-        self.tokens = np.zeros(self.capacity, dtype=np.int64)
 
     def append(self, token_ids: Sequence[int] | Ids) -> None:
         """Record tokens whose state was just written."""
@@ -41,10 +39,13 @@ class SlotTable:
     """All slots of one engine."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
-        self.slots = [Slot(index=i, capacity=capacity) for i in range(num_slots)]
+        self._tokens = np.zeros((num_slots, capacity), dtype=np.int64)
+        self.slots = [Slot(index=i, tokens=row) for i, row in enumerate(self._tokens)]
         self._last_of: dict[str, Slot] = {}
         """The slot that each session used last; at most one entry a slot."""
-        self._clock = 0
+        self._newest_donor: Slot | None = None
+        self._idle = {slot.index: slot for slot in self.slots}
+        """Slots that nobody uses, the least recently used first."""
 
     def donor(self, prompt: Ids, session_id: str) -> tuple[Slot | None, int]:
         """Return the slot that shares the longest prefix with ``prompt``, and its length [tokens].
@@ -55,44 +56,52 @@ class SlotTable:
         """
         best: Slot | None = None
         best_length = 0
-        limit = len(prompt) - 1
+        wanted = prompt[: len(prompt) - 1]
         own = self._last_of.get(session_id)
         if own is not None and own.session_id == session_id and not own.is_busy and own.length:
-            best, best_length = own, common_prefix(own.tokens[: own.length], prompt[:limit])
+            best, best_length = own, common_prefix(own.tokens[: own.length], wanted)
             if best_length == own.length:
                 return best, best_length
-        for slot in self.slots:
-            if slot.is_stale or slot.length <= best_length:
-                continue
-            length = common_prefix(slot.tokens[: slot.length], prompt[:limit])
+        # The members of a group come one after the other, and what served one serves the next.
+        newest = self._newest_donor
+        if newest is not None and not newest.is_stale:
+            length = common_prefix(newest.tokens[: newest.length], wanted)
             if length > best_length:
-                best, best_length = slot, length
+                best, best_length = newest, length
+        if best_length < len(wanted):
+            usable = np.array([0 if slot.is_stale else slot.length for slot in self.slots])
+            index, length = longest_prefix(self._tokens, usable, wanted, beyond=best_length)
+            if length > best_length:
+                best, best_length = self.slots[index], length
+        self._newest_donor = best
         return best, best_length
 
     def acquire(self, session_id: str, donor: Slot | None) -> Slot | None:
         """Take an idle slot: the donor itself if idle and of this session, else the least recently used."""
-        self._clock += 1
-        idle = [slot for slot in self.slots if not slot.is_busy]
-        if not idle:
+        chosen = donor
+        if donor is None or donor.is_busy or donor.session_id != session_id:
+            chosen = self._least_missed(donor)
+        if chosen is None:
             return None
-        if donor is not None and not donor.is_busy and donor.session_id == session_id:
-            chosen = donor
-        else:
-            others = [slot for slot in idle if slot is not donor] or idle
-            chosen = min(others, key=lambda s: (s.length > 0 and not s.is_stale, s.last_used))
+        del self._idle[chosen.index]
         chosen.is_busy = True
         if self._last_of.get(chosen.session_id) is chosen:
             del self._last_of[chosen.session_id]
         chosen.session_id = session_id
         self._last_of[session_id] = chosen
-        chosen.last_used = self._clock
         return chosen
+
+    def _least_missed(self, donor: Slot | None) -> Slot | None:
+        """Return an empty idle slot, else the least recently used, the donor only where it is the last."""
+        others = [slot for slot in self._idle.values() if slot is not donor]
+        if not others:
+            return donor if donor is not None and not donor.is_busy else None
+        return next((slot for slot in others if not slot.length), others[0])
 
     def release(self, slot: Slot) -> None:
         """Give a slot back; its state stays for reuse unless it is stale."""
-        self._clock += 1
         slot.is_busy = False
-        slot.last_used = self._clock
+        self._idle[slot.index] = slot
         if slot.is_stale:
             slot.length = 0
             slot.is_stale = False
@@ -112,3 +121,34 @@ def common_prefix(left: Ids, right: Ids) -> int:
     different = left[:limit] != right[:limit]
     first = int(different.argmax()) if limit else 0
     return first if limit and different[first] else limit
+
+
+def longest_prefix(
+    rows: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    lengths: Ids,
+    tokens: Ids,
+    *,
+    beyond: int,
+) -> tuple[int, int]:
+    """Return which row shares more than ``beyond`` leading tokens, and most of all, and how many.
+
+    Only ``rows[i, :lengths[i]]`` counts; without such a row the number is at most ``beyond``. Whoever
+    shares more has the token behind ``beyond``, which leaves few rows. A block of ``tokens`` is compared
+    with all of them at once, and only those that hold all of it go on to the next block.
+    """
+    candidates = np.flatnonzero((lengths > beyond) & (rows[:, beyond] == tokens[beyond]))
+    start = 0
+    while len(candidates):
+        block = tokens[start : start + _BLOCK_TOKENS]
+        end = start + len(block)
+        different = rows[candidates, start:end] != block
+        shared = np.minimum(lengths[candidates] - start, len(block))
+        shared = np.where(
+            different.any(axis=1), np.minimum(shared, different.argmax(axis=1)), shared
+        )
+        best = int(shared.argmax())
+        if shared[best] < len(block) or end == len(tokens):
+            return int(candidates[best]), start + int(shared[best])
+        candidates = candidates[shared == len(block)]
+        start = end
+    return 0, 0

@@ -7,6 +7,7 @@ call. There is one way from messages to tokens.
 from collections.abc import Iterable
 
 from longarc.errors import ConfigError, ContractError
+from longarc.gateway.openings import Openings
 from longarc.gateway.session import GatewaySession, SessionClosed, SessionSettings
 from longarc.gateway.turn_log import TurnLog
 from longarc.records.ports import Engine
@@ -44,6 +45,7 @@ class Gateway:
         self._clear_thinking = clear_thinking
         self._turn_log = turn_log
         self._sessions: dict[str, GatewaySession] = {}
+        self._openings = Openings(chat_format, clear_thinking=clear_thinking)
 
     @property
     def engine(self) -> Engine:
@@ -90,6 +92,7 @@ class Gateway:
             ),
             engine=self._engine,
             chat_format=self._format,
+            openings=self._openings,
             turn_log=self._turn_log,
             on_close=self._forget,
         )

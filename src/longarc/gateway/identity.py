@@ -16,6 +16,8 @@ from longarc.records.message import Json, Message, ToolCall
 
 _KEY_BYTES = 16
 
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
+
 
 def opening_key(format_name: str, opening_ids: Sequence[int]) -> bytes:
     """Return the key that a chain starts from: the format and the ids before the first message."""
@@ -26,7 +28,7 @@ def next_key(previous: bytes, message: Message) -> bytes:
     """Return the key of a conversation that ends with ``message``."""
     calls = b""
     if message.tool_calls:
-        calls = json.dumps([_call(c) for c in message.tool_calls], sort_keys=True).encode()
+        calls = _sorted_json([_call(c) for c in message.tool_calls]).encode()
     return _digest(
         previous,
         message.role.value.encode(),
@@ -36,11 +38,8 @@ def next_key(previous: bytes, message: Message) -> bytes:
 
 
 def _digest(previous: bytes, *parts: bytes) -> bytes:
-    hasher = hashlib.blake2b(previous, digest_size=_KEY_BYTES)
-    for part in parts:
-        hasher.update(len(part).to_bytes(8, "little"))
-        hasher.update(part)
-    return hasher.digest()
+    framed = [piece for part in parts for piece in (len(part).to_bytes(8, "little"), part)]
+    return hashlib.blake2b(b"".join([previous, *framed]), digest_size=_KEY_BYTES).digest()
 
 
 def _call(call: ToolCall) -> list[Json]:
@@ -49,10 +48,12 @@ def _call(call: ToolCall) -> list[Json]:
 
 
 def _canonical(value: Json) -> Json:
+    if isinstance(value, str):
+        return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
         return {key: _canonical(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return [_canonical(item) for item in value]
     return value

@@ -18,7 +18,8 @@ from typing import Literal
 
 from longarc.errors import ConfigError, ContractError, RolloutError
 from longarc.gateway.completion import Completion, collect
-from longarc.gateway.identity import next_key, opening_key
+from longarc.gateway.identity import next_key
+from longarc.gateway.openings import Openings
 from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.records.message import Message, Role, ToolSpec
@@ -64,19 +65,25 @@ class GatewaySession:
         *,
         engine: Engine,
         chat_format: ChatFormat,
+        openings: Openings,
         turn_log: TurnLog | None,
         on_close: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._format = chat_format
+        self._openings = openings
         self._turn_log = turn_log
         self._on_close = on_close
         self._tree = SessionTree(settings.session_id)
         self._is_closed = False
         self._num_running = 0
+        self._call_id_prefix = (
+            f"call_{hashlib.blake2b(settings.session_id.encode(), digest_size=6).hexdigest()}"
+        )
         self._opening: tuple[tuple[ToolSpec, ...], bool, bytes] | None = None
         self._last: tuple[bytes, list[Message], list[bytes]] = (b"", [], [])
+        self._newest: tuple[bytes, Message, bytes] | None = None
 
     @property
     def settings(self) -> SessionSettings:
@@ -147,7 +154,7 @@ class GatewaySession:
             parent = None
         stored = self._tree.ids(parent)
         if parent is None:
-            prompt = self._whole_prompt(messages, tools, thinking=thinks)
+            prompt = self._openings.prompt(messages, tools, thinking=thinks)
         else:
             prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
         wanted = self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt))
@@ -155,10 +162,11 @@ class GatewaySession:
         message = self._message(
             completion, tools, thinking=thinks, keeps_calls=tool_choice == "auto"
         )
+        key = next_key(keys[-1], message)
         node = Node(
             index=self.num_turns,
             parent=None if parent is None else parent.index,
-            key=next_key(keys[-1], message),
+            key=key,
             num_messages=len(messages) + 1,
             context_ids=prompt[len(stored) :],
             sampled_ids=completion.sampled_ids,
@@ -172,6 +180,7 @@ class GatewaySession:
         if self._turn_log is not None:
             self._turn_log(self._settings.session_id, node.index, encode_turn(node))
         self._tree.add(node)
+        self._newest = (keys[-1], message, key)
         return Answer(turn=_turn(node, num_prompt_tokens=len(prompt)), node=node)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -224,17 +233,23 @@ class GatewaySession:
                     break
                 keys.append(key)
         for message in messages[len(keys) :]:
-            keys.append(next_key(keys[-1] if keys else opening, message))
+            keys.append(self._next_key(keys[-1] if keys else opening, message))
         self._last = (opening, list(messages), keys)
         return keys
 
     def _opening_key(self, tools: tuple[ToolSpec, ...], *, thinking: bool) -> bytes:
         """Return the key of what stands before the first message; it is the same for most requests."""
         if self._opening is None or self._opening[:2] != (tools, thinking):
-            chat = self._format.render((), tools, thinking=thinking, add_generation_prompt=False)
-            key = opening_key(self._format.name, chat.token_ids)
-            self._opening = (tools, thinking, key)
+            self._opening = (tools, thinking, self._openings.key(tools, thinking=thinking))
         return self._opening[2]
+
+    def _next_key(self, previous: bytes, message: Message) -> bytes:
+        """Return ``next_key``, which is known of the newest answer where that very object comes back."""
+        if self._newest is not None:
+            before, answer, key = self._newest
+            if message is answer and previous == before:
+                return key
+        return next_key(previous, message)
 
     def _newest_answer_to(self, messages: Sequence[Message], key: bytes) -> Answer | None:
         node = self._tree.nodes[-1] if self._tree.nodes else None
@@ -255,18 +270,6 @@ class GatewaySession:
             and self._tree.has_reasoning(parent)
         )
 
-    def _whole_prompt(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
-    ) -> "array[int]":
-        chat = self._format.render(
-            messages,
-            tools,
-            thinking=thinking,
-            clear_thinking=self._settings.clear_thinking,
-            add_generation_prompt=True,
-        )
-        return id_array(chat.token_ids)
-
     def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
         last_id = parent.sampled_ids[-1]
         stop_id = last_id if last_id in self._format.stop_ids else None
@@ -279,7 +282,7 @@ class GatewaySession:
         try:
             completion = await collect(
                 self._engine,
-                tuple(prompt),
+                prompt,
                 sampling,
                 session_id=self._settings.session_id,
                 check=self._check_open,
@@ -324,12 +327,11 @@ class GatewaySession:
         thinking: bool,
         keeps_calls: bool,
     ) -> Message:
-        session = hashlib.blake2b(self._settings.session_id.encode(), digest_size=6).hexdigest()
         message = self._format.parse(
             completion.sampled_ids,
             tools,
             thinking=thinking,
-            call_id_prefix=f"call_{session}_{self.num_turns}",
+            call_id_prefix=f"{self._call_id_prefix}_{self.num_turns}",
         ).message
         return message if keeps_calls else replace(message, tool_calls=())
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from longarc.algos.filters import is_stale, is_zero_variance, repair_group
 from longarc.records.outcome import Disposition, OutcomeFamily
@@ -24,12 +25,10 @@ class Settled:
 
 def sampled_versions(trajectory: Trajectory) -> set[int]:
     """Return every weight version [optimizer steps] that sampled a token of the trajectory."""
-    return {
-        version
-        for segment in trajectory.segments
-        for version, is_sampled in zip(segment.policy_versions, segment.is_sampled, strict=True)
-        if is_sampled
-    }
+    versions: set[int] = set()
+    for segment in trajectory.segments:
+        versions.update(compress(segment.policy_versions, segment.is_sampled))
+    return versions
 
 
 def settle(

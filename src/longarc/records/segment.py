@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import compress
+from operator import gt
 
 from longarc.errors import ContractError
 
@@ -56,12 +58,12 @@ class Segment:
         }
         if len(set(lengths.values())) != 1:
             raise ContractError(f"Segment fields must have one length, got {lengths}")
-        if any(t and not s for t, s in zip(self.train_mask, self.is_sampled, strict=True)):
+        if any(map(gt, self.train_mask, self.is_sampled)):
             raise ContractError("Segment trains on a token that the policy did not sample")
 
     def lag(self, *, trainer_version: int) -> int:
         """Staleness [optimizer steps] of the oldest sampled token; 0 means on-policy."""
-        sampled = [v for v, s in zip(self.policy_versions, self.is_sampled, strict=True) if s]
+        sampled = compress(self.policy_versions, self.is_sampled)
         return trainer_version - min(sampled, default=trainer_version)
 
     @property

@@ -46,8 +46,7 @@ def to_json(value: object) -> bytes:
     The standard library and not orjson: NaN, integers beyond 64 bits and lone surrogates (which
     undecodable file names become) occur in what environments report, and must come back as they were.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
-    return text.encode("utf-8", "surrogatepass")
+    return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 
 
 def from_json(data: bytes) -> Any:
@@ -61,6 +60,9 @@ def _plain(value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return list(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} is not a JSON value")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain)
 
 
 def compress(data: bytes) -> bytes:
@@ -137,7 +139,8 @@ def pack_floats(values: Sequence[float]) -> tuple[str, bytes]:
     wide = np.array(values, "<f8")
     with np.errstate(over="ignore"):
         narrow = wide.astype("<f4")
-    exact = np.array_equal(narrow.astype("<f8"), wide, equal_nan=True)
+    back = narrow.astype("<f8")
+    exact = np.array_equal(back, wide) or np.array_equal(back, wide, equal_nan=True)
     return ("<f4", _planes(narrow)) if exact else ("<f8", _planes(wide))
 
 
@@ -149,13 +152,12 @@ def unpack_floats(dtype: str, data: bytes, count: int) -> list[float]:
 
 def _segment_to_parts(segment: Segment) -> tuple[dict[str, object], list[bytes]]:
     sampled = np.array(segment.is_sampled, bool)
-    trained = np.array(segment.train_mask, bool)
     logprobs = np.array(segment.behaviour_logprobs, "<f8")
     rest = logprobs[~sampled]
     # Prompts and observations carry 0.0 by contract; a record that says otherwise is kept whole.
-    is_sparse = not rest.any() and not np.signbit(rest).any()
+    is_sparse = not rest.view(np.uint64).any()  # bits, because -0.0 is not 0.0
     dtype, floats = pack_floats(logprobs[sampled] if is_sparse else logprobs)  # type: ignore[arg-type]
-    is_mask_own = not np.array_equal(trained, sampled)
+    is_mask_own = segment.train_mask != segment.is_sampled
     runs = [[version, len(list(run))] for version, run in groupby(segment.policy_versions)]
     meta: dict[str, object] = {
         "length": len(segment.token_ids),
@@ -170,7 +172,7 @@ def _segment_to_parts(segment: Segment) -> tuple[dict[str, object], list[bytes]]
     }
     arrays = [_planes(np.array(segment.token_ids, "<i4")), np.packbits(sampled).tobytes()]
     if is_mask_own:
-        arrays.append(np.packbits(trained).tobytes())
+        arrays.append(np.packbits(np.array(segment.train_mask, bool)).tobytes())
     arrays.append(floats)
     return meta, arrays
 

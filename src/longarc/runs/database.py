@@ -30,6 +30,8 @@ class Database:
         self._connection = connection
         self._path = path
         self._lock = threading.RLock()
+        self._is_durable: bool | None = None
+        """What the connection was told last about waiting for the disk."""
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False, busy_timeout_s: float = 5.0) -> Self:
@@ -102,7 +104,9 @@ class Database:
             ResourceError: the disk is full or fails.
         """
         with self._lock, _translated(self._path, "write"):
-            self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            if durable is not self._is_durable:
+                self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._is_durable = durable
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -20,6 +20,7 @@ from typing import Self
 from longarc.errors import ContractError, LedgerError
 from longarc.records.batch import Batch, StepReport
 from longarc.records.outcome import Disposition, Outcome
+from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
 from longarc.runs.codec import (
     batch_sha256,
@@ -54,6 +55,8 @@ class Ledger(LedgerReader):
         """Take over an open database; use ``open``."""
         super().__init__(database)
         self._clock = clock
+        self._undecided: dict[str, tuple[Trajectory, str]] = {}
+        """What was completed here and has no disposition yet, with the digest of its body."""
 
     @classmethod
     def open(
@@ -84,11 +87,21 @@ class Ledger(LedgerReader):
         Raises:
             LedgerError: a trajectory id or a place (group, member, attempt) is taken.
         """
+        digests: dict[int, str] = {}  # by identity: the members of a group have one task
         with self._database.transaction(durable=False):
             for admission in admissions:
-                self._admit(admission)
+                task = admission.task
+                if id(task) not in digests:
+                    digests[id(task)] = self._store_task(task)
+                self._admit(admission, digests[id(task)])
 
-    def _admit(self, admission: Admission) -> None:
+    def _store_task(self, task: Task) -> str:
+        payload = encode_task(task)
+        digest = body_sha256(payload)
+        self._database.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?)", (digest, payload))
+        return digest
+
+    def _admit(self, admission: Admission, task_digest: str) -> None:
         clash = self._database.row(
             "SELECT trajectory_id FROM admissions WHERE trajectory_id = ? OR (stage = ? AND "
             "group_index = ? AND member_index = ? AND attempt = ?)",
@@ -106,9 +119,6 @@ class Ledger(LedgerReader):
                 f"{admission.member_index}, attempt {admission.attempt}) was admitted before as "
                 f"{clash[0]!r}: every attempt is admitted once; raise `attempt` to run it again"
             )
-        payload = encode_task(admission.task)
-        digest = body_sha256(payload)
-        self._database.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?)", (digest, payload))
         self._database.insert(
             "admissions",
             trajectory_id=admission.trajectory_id,
@@ -117,7 +127,7 @@ class Ledger(LedgerReader):
             group_index=admission.group_index,
             member_index=admission.member_index,
             attempt=admission.attempt,
-            task_sha256=digest,
+            task_sha256=task_digest,
             policy_version=admission.policy_version,
             seed=str(admission.seed),
             admitted_at_s=self._clock(),
@@ -235,16 +245,19 @@ class Ledger(LedgerReader):
         check_disposition(trajectory.id, disposition, reason)
         self._check_new(trajectory)
         body = trajectory_body(trajectory) if body is None else body
+        digest = body_sha256(body)
         sequence = self._database.insert(
             "trajectories",
             **trajectory_columns(trajectory),
             completed_at_s=self._clock(),
-            sha256=body_sha256(body),
+            sha256=digest,
             disposition=disposition,
             disposition_reason=storable_text(reason),
         )
         self._database.insert("payloads", sequence=sequence, payload=compress(body))
         self._database.execute("DELETE FROM turns WHERE session_id = ?", (trajectory.id,))
+        if disposition is None:
+            self._undecided[trajectory.id] = (trajectory, digest)
 
     def _check_new(self, trajectory: Trajectory) -> None:
         if self._exists(trajectory.id):
@@ -309,6 +322,7 @@ class Ledger(LedgerReader):
                 f"trajectory {trajectory_id!r} cannot become {disposition}: "
                 + (f"it is {row.disposition} already" if row else "it is not complete")
             )
+        self._undecided.pop(trajectory_id, None)
 
     # ------------------------------------------------------------------- steps
 
@@ -334,7 +348,7 @@ class Ledger(LedgerReader):
                 unknown, altered or already excluded.
         """
         digests = {
-            trajectory.id: body_sha256(trajectory_body(trajectory))
+            trajectory.id: self._digest(trajectory)
             for group in batch.groups
             for trajectory in group.trajectories
         }
@@ -355,6 +369,11 @@ class Ledger(LedgerReader):
             )
             self._use(batch, digests)
             self._dispose(filtered or {})
+
+    def _digest(self, trajectory: Trajectory) -> str:
+        """Return the digest of a trajectory's body, which is known of the very object that was completed."""
+        completed, digest = self._undecided.get(trajectory.id, (None, ""))
+        return digest if completed is trajectory else body_sha256(trajectory_body(trajectory))
 
     def _check_next(self, batch: Batch, report: StepReport) -> None:
         newest = self._database.row(

@@ -1,6 +1,7 @@
 """What a ledger row says of a trajectory, and what it may say."""
 
 from collections.abc import Iterable
+from itertools import compress
 
 from longarc.errors import LedgerError
 from longarc.records.outcome import Disposition, Outcome
@@ -105,10 +106,7 @@ def cancelled_trajectory(admission: Admission, *, at_s: float) -> Trajectory:
 
 
 def _versions(segments: Iterable[Segment]) -> tuple[int | None, int | None]:
-    sampled = [
-        version
-        for segment in segments
-        for version, is_sampled in zip(segment.policy_versions, segment.is_sampled, strict=True)
-        if is_sampled
-    ]
+    sampled: set[int] = set()
+    for segment in segments:
+        sampled.update(compress(segment.policy_versions, segment.is_sampled))
     return min(sampled, default=None), max(sampled, default=None)

@@ -6,8 +6,7 @@ name and between arguments.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.tokens.arguments import argument_schemas, argument_value
@@ -26,12 +25,16 @@ _TAGS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A tag (``text`` is its name) or the text between two tags."""
 
     text: str
     is_tag: bool
+
+
+_TAG_PIECE: Final = {tag: _Piece(tag, True) for tag in _TAGS}
+_THINK, _END_THINK = _TAG_PIECE["<think>"], _TAG_PIECE["</think>"]
+_CALL, _END_CALL = _TAG_PIECE["<tool_call>"], _TAG_PIECE["</tool_call>"]
 
 
 class GlmParser:
@@ -40,7 +43,7 @@ class GlmParser:
     def __init__(self, tokenizer: Tokenizer, *, strips_reasoning: bool) -> None:
         self._tokenizer = tokenizer
         self._strips_reasoning = strips_reasoning
-        self._tag_of_id = {tokenizer.special_id(tag): tag for tag in _TAGS}
+        self._tag_of_id = {tokenizer.special_id(tag): _TAG_PIECE[tag] for tag in _TAGS}
 
     def parse(
         self,
@@ -57,7 +60,7 @@ class GlmParser:
         content: list[str] = []
         calls: list[ToolCall] = []
         while pieces:
-            if pieces[0] == _Piece("<tool_call>", True):
+            if pieces[0] == _CALL:
                 end = _end_of_call(pieces)
                 call = _read_call(pieces[1:end], tools, f"{call_id_prefix}_{len(calls)}")
                 if call.error:
@@ -86,7 +89,7 @@ class GlmParser:
             tag = self._tag_of_id.get(token_id)
             if tag is not None:
                 self._add_text(pieces, token_ids[start:position])
-                pieces.append(_Piece(tag, True))
+                pieces.append(tag)
                 start = position + 1
         self._add_text(pieces, token_ids[start:])
         return pieces
@@ -100,14 +103,13 @@ class GlmParser:
     ) -> tuple[str | None, list[_Piece]]:
         """Split off the reasoning; without thinking there is some only if the model opened it itself."""
         tail = next((i for i, p in enumerate(pieces) if p.is_tag or p.text.strip()), len(pieces))
-        opens = tail < len(pieces) and pieces[tail] == _Piece("<think>", True)
+        opens = tail < len(pieces) and pieces[tail] == _THINK
         if opens:
             problems.append("<think> although the prompt already decided about thinking")
             pieces = pieces[tail + 1 :]
         elif not thinking:
             return None, pieces
-        close = _Piece("</think>", True)
-        end = pieces.index(close) if close in pieces else len(pieces)
+        end = pieces.index(_END_THINK) if _END_THINK in pieces else len(pieces)
         if end == len(pieces):
             problems.append("reasoning without </think>")
         text = "".join(piece.text for piece in pieces[:end])
@@ -119,9 +121,9 @@ class GlmParser:
 def _end_of_call(pieces: Sequence[_Piece]) -> int:
     """Return where the call that starts at 0 ends: behind its closing tag or before the next call."""
     for index in range(1, len(pieces)):
-        if pieces[index] == _Piece("</tool_call>", True):
+        if pieces[index] == _END_CALL:
             return index + 1
-        if pieces[index] == _Piece("<tool_call>", True):
+        if pieces[index] == _CALL:
             return index
     return len(pieces)
 
@@ -139,7 +141,7 @@ def _read_call(pieces: Sequence[_Piece], tools: Sequence[ToolSpec], call_id: str
 
 
 def _read_arguments(pieces: Sequence[_Piece], schemas: Mapping[str, Json]) -> dict[str, Json]:
-    if not pieces or pieces[-1] != _Piece("</tool_call>", True):
+    if not pieces or pieces[-1] != _END_CALL:
         raise ValueError("the call is not closed by </tool_call>")
     rest = pieces[0 if pieces[0].is_tag else 1 : -1]
     arguments: dict[str, Json] = {}
@@ -164,7 +166,7 @@ def _read_arguments(pieces: Sequence[_Piece], schemas: Mapping[str, Json]) -> di
 
 def _tagged(pieces: Sequence[_Piece], position: int, tag: str) -> tuple[str, int]:
     """Read ``<tag>text</tag>`` at a position; return the text and the position behind it."""
-    opening, closing = _Piece(f"<{tag}>", True), _Piece(f"</{tag}>", True)
+    opening, closing = _TAG_PIECE[f"<{tag}>"], _TAG_PIECE[f"</{tag}>"]
     if position >= len(pieces) or pieces[position] != opening:
         found = repr(pieces[position].text) if position < len(pieces) else "the end of the call"
         raise ValueError(f"expected <{tag}>, found {found}")

@@ -10,6 +10,7 @@ from fakes import FakeEngine
 from longarc.errors import ConfigError, ContractError, EngineError
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession, SessionClosed
+from longarc.gateway.turn_log import decode_turn
 from longarc.records.ports import ContextExhausted, PolicySession, SessionFactory
 from longarc.records.sampling import Sampling
 from longarc.records.segment import NOT_SAMPLED
@@ -233,6 +234,32 @@ async def test_equal_answers_to_one_prompt_are_told_apart_by_their_call_ids():
     await session.chat([user("q"), first.message, tool("x")], tools=[BASH])
     stored = engine.requests[0].prompt_ids + tuple(by_letters)
     assert engine.requests[2].prompt_ids[: len(stored)] == stored
+
+
+async def test_an_answer_sent_back_with_1_for_true_is_another_answer():
+    flagged = sampled(
+        "look</think><tool_call>bash<arg_key>all</arg_key><arg_value>true</arg_value></tool_call>"
+        "<|observation|>"
+    )
+    session = opened(FakeEngine([flagged, DONE]))
+    first = (await session.chat([user("q")], tools=[BASH])).message
+    (call_made,) = first.tool_calls
+    altered = replace(first, tool_calls=(replace(call_made, arguments={"all": 1}),))
+    assert altered == first, "the two must be equal in Python"
+    await session.chat([user("q"), altered, tool("x")], tools=[BASH])
+    assert len(session.segments()) == 2
+
+
+async def test_sessions_with_tools_that_are_equal_but_spelt_apart_keep_keys_of_their_own():
+    keys = []
+    gateway = Gateway(FakeEngine([DONE, DONE, DONE]), FORMAT)
+    for default in (True, 1, True):
+        extended = replace(BASH, parameters={**BASH.parameters, "default": default})
+        session = opened(gateway.engine, gateway=gateway)
+        await session.chat([user("q")], tools=[extended])
+        keys.append(decode_turn(session.payloads()[0]).key)
+        await session.close()
+    assert keys[0] == keys[2] != keys[1]
 
 
 async def test_tokens_keep_the_version_that_sampled_them_when_weights_change_in_flight():

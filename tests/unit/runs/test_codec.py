@@ -73,6 +73,19 @@ def test_a_logprob_where_nothing_was_sampled_is_not_lost():
     assert there_and_back(odd) == odd
 
 
+@pytest.mark.parametrize("value", [-0.0, math.nan, 5e-324])
+def test_any_bit_where_nothing_was_sampled_is_kept(value):
+    trajectory = make_trajectory()
+    sampled = trajectory.segments[0].is_sampled
+    odd = changed_segment(
+        trajectory, behaviour_logprobs=tuple(-0.5 if s else value for s in sampled)
+    )
+    stored = there_and_back(odd).segments[0].behaviour_logprobs
+    kept = [struct.pack("<d", v) for v, s in zip(stored, sampled, strict=True) if not s]
+    assert kept == [struct.pack("<d", value)] * len(kept)
+    assert kept
+
+
 def test_infinite_logprobs_and_signed_zeros_keep_their_bits():
     values = [-math.inf, -0.0, 0.0, 2.0**-149, -103.25]
     dtype, data = pack_floats(values)

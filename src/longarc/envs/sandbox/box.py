@@ -15,12 +15,12 @@ import asyncio
 import errno
 import os
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from longarc.envs.sandbox.connection import Connection
 from longarc.envs.sandbox.spawn import Spawned
-from longarc.envs.sandbox.wire import U32, pack, unpack
+from longarc.envs.sandbox.wire import pack, unpack
 from longarc.errors import SandboxError
 from longarc.records.ports import ExecResult
 
@@ -30,16 +30,14 @@ CLOSE_GRACE_S = 10.0
 """Time a box has to end before its bwrap is killed [seconds]."""
 MAX_TRANSFER_BYTES = 16 << 20
 """Largest file read or written, and largest standard input."""
-MAX_REPLY_BYTES = 64 << 20
-"""Anything longer is refused: the other side of the socket is not trusted."""
 
 
 class Vessel:
-    """The processes and the socket of a box; may serve several boxes one after the other."""
+    """The processes and the connection of a box; may serve several boxes one after the other."""
 
     def __init__(self, spawned: Spawned) -> None:
         self.process = spawned.process
-        self.connection = spawned.connection
+        self.connection = Connection(spawned.connection)
         self.server_pid: int | None = None
         """Process id of the exec server, as the host counts; known once it has answered."""
         self._server_fd: int | None = None
@@ -51,11 +49,7 @@ class Vessel:
 
     def kill(self) -> None:
         """Kill the exec server, and with it the box; one that still starts finds a closed socket."""
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            if error.errno != errno.ENOTCONN:
-                raise
+        self.connection.shut_down()
         if self._server_fd is not None:
             try:
                 signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
@@ -188,40 +182,24 @@ class BwrapSandbox:
                 raise SandboxError(
                     f"box {self.id} cannot be used: {self._why_lost}; open a new one"
                 )
+            silent = f"its exec server did not answer within {timeout_s:.1f} s"
+            # Losing the box ends the exchange, and costs less to prepare than ``asyncio.timeout``.
+            deadline = asyncio.get_running_loop().call_later(timeout_s, self._lose, silent)
             try:
-                async with asyncio.timeout(timeout_s):
-                    reply = await self._exchange(pack(fields))
+                reply = unpack(await self._connection.exchange(pack(fields)))
             except asyncio.CancelledError:
                 self._lose("a request to it was cancelled half-way")
                 raise
-            except TimeoutError:
-                self._lose(f"its exec server did not answer within {timeout_s:.1f} s")
             except (OSError, SandboxError) as error:
                 self._lose(f"it died or broke the protocol ({error})")
+            finally:
+                deadline.cancel()
         if self._why_lost is not None:
             raise SandboxError(f"box {self.id} is lost: {self._why_lost}; open a new one")
         if reply[0] == b"error":
             number, said = int(reply[1]), reply[2].decode("utf-8", "replace")
             raise OSError(number, f"{os.strerror(number)} (in box {self.id}): {said}")
         return reply[1:]
-
-    async def _exchange(self, frame: bytes) -> list[bytes]:
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._connection, frame)
-        (length,) = U32.unpack(await self._receive(U32.size))
-        if not 0 < length <= MAX_REPLY_BYTES:
-            raise SandboxError(f"a reply of {length} bytes; at most {MAX_REPLY_BYTES} are accepted")
-        return unpack(await self._receive(length))
-
-    async def _receive(self, num_bytes: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        data = bytearray()
-        while len(data) < num_bytes:
-            part = await loop.sock_recv(self._connection, min(num_bytes - len(data), 1 << 18))
-            if not part:
-                raise SandboxError("end of file")
-            data += part
-        return bytes(data)
 
     def _lose(self, why: str) -> None:
         """Note why the box is unusable and end its processes at once."""

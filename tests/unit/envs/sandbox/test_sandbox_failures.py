@@ -5,7 +5,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import socket
 import sys
 import uuid
 from pathlib import Path
@@ -124,7 +123,7 @@ async def test_a_box_ends_when_the_host_hangs_up_even_while_a_command_runs(box, 
     running = asyncio.ensure_future(box.exec(["sleep", marker], timeout_s=1000))
     while not processes_with(marker):
         await asyncio.sleep(0.01)
-    box.vessel.connection.shutdown(socket.SHUT_RDWR)
+    box.vessel.connection.shut_down()
     while processes_with(marker):
         await asyncio.sleep(0.01)
     assert (await running).failure == "env_crashed"
