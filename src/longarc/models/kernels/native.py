@@ -38,6 +38,8 @@ _SIGNATURES: Final = {
     "sample": "iippppppi",
     "llama_rows": "pppi",
     "mla_rows": "pppi",
+    "llama_steps": "ppppi",
+    "mla_steps": "ppppi",
 }
 _TYPES: Final[dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]]] = {
     _POINTER: ctypes.c_void_p,
@@ -76,11 +78,15 @@ class NativeLibrary:
         name: str,
         shape: ctypes.Structure,
         layers: ctypes.Array[Any],
-        rows: ctypes.Structure,
-        num_threads: int,
+        *others: ctypes.Structure,
     ) -> None:
         """Call a function of all layers, which takes its arguments as structures."""
-        self._functions[name](ctypes.addressof(shape), layers, ctypes.addressof(rows), num_threads)
+        self._functions[name](
+            ctypes.addressof(shape),
+            layers,
+            *(ctypes.addressof(other) for other in others),
+            torch.get_num_threads(),
+        )
 
     def packed(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] packed for ``packed_product``; strides are free."""

@@ -130,6 +130,17 @@ inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float*
     }
 }
 
+// Calls each(first, count) for stretches of rows, one stretch per thread.
+template <class Each>
+void for_rows(int64_t num_rows, int64_t num_threads, Each each) {
+    const int64_t num_parts = std::max<int64_t>(1, std::min(num_threads, num_rows / 16));
+#pragma omp parallel for num_threads(num_parts) schedule(static, 1) if (num_parts > 1)
+    for (int64_t part = 0; part < num_parts; part++) {
+        const int64_t first = num_rows * part / num_parts;
+        each(first, num_rows * (part + 1) / num_parts - first);
+    }
+}
+
 // Memory that grows and is reused by the thread that owns it; contents are undefined at first.
 class Scratch {
   public:
