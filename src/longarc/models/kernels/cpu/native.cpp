@@ -154,10 +154,15 @@ void longarc_attention(const int64_t* runs, int64_t num_runs, const int64_t* key
                        float* stats, float* mass, int64_t num_threads) {
     const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
     const AttentionShape shape{num_heads, num_key_heads, dim, value_dim, topk, scale};
+    const AttentionInputs in{query, key, value, selected};
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
-    for (int64_t i = 0; i < num_runs; i++)
-        attention_run(shape, {query, key, value, selected}, all, all.run[i], out,
-                      reinterpret_cast<SoftmaxStats*>(stats), mass);
+    for (int64_t i = 0; i < num_runs; i++) {
+        SoftmaxStats* all_stats = reinterpret_cast<SoftmaxStats*>(stats);
+        if (value)
+            attention_run(shape, in, all, all.run[i], out, all_stats);
+        else
+            row_attention_run(shape, in, all, all.run[i], out, all_stats, mass);
+    }
 }
 
 void longarc_attention_backward(const int64_t* runs, int64_t num_runs, const int64_t* key_rows, int64_t num_heads,
@@ -167,12 +172,17 @@ void longarc_attention_backward(const int64_t* runs, int64_t num_runs, const int
                                 int64_t num_threads) {
     const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
     const AttentionShape shape{num_heads, num_key_heads, dim, value_dim, topk, scale};
+    const AttentionInputs in{query, key, value, selected};
     const auto trees = trees_of(all);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
     for (int64_t t = 0; t < int64_t(trees.size()); t++)
-        for (int64_t i : trees[t])
-            attention_backward_run(shape, {query, key, value, selected}, all, all.run[i], d_out,
-                                   reinterpret_cast<const SoftmaxStats*>(stats), d_query, d_key, d_value);
+        for (int64_t i : trees[t]) {
+            const SoftmaxStats* all_stats = reinterpret_cast<const SoftmaxStats*>(stats);
+            if (value)
+                attention_backward_run(shape, in, all, all.run[i], d_out, all_stats, d_query, d_key, d_value);
+            else
+                row_attention_backward_run(shape, in, all, all.run[i], d_out, all_stats, d_query, d_key);
+        }
 }
 
 // Log-probabilities of targets under softmax(hidden w^T / temperature); entropy may be null.
