@@ -15,6 +15,7 @@ from torch import Tensor
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.errors import ContractError
 from longarc.models.kernels import structs
+from longarc.models.kernels.memory import Arena
 from longarc.models.kernels.native import check_ids, native_for, required
 from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
@@ -51,9 +52,10 @@ class NativeDecoder(BlockedSlotCache, ABC):
         self._angles = angles
         self._num_layers = num_layers
         self._state: list[int] = []
-        self._packed: list[Tensor] = []
-        self._packed_output: Tensor | None = None
-        self._layers: ctypes.Array[Any] | None = None
+        self._arena = Arena()
+        self._output = torch.empty(0)
+        self._layers: ctypes.Array[Any]
+        self._fresh_layers()
 
     def hidden(
         self,
@@ -107,7 +109,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
         Raises:
             ContractError: the tokens do not fit the cache, or an id is not in the vocabulary.
         """
-        output = self._fresh_output()
+        layers = self._fresh_layers()
         vocab = self._output_weight().shape[0]
         check_ids(token_ids, vocab)
         max_steps, num_rows = draws.uniforms.shape
@@ -129,7 +131,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
             interrupt=interrupt.address,
             **structs.addresses(
                 {
-                    "output": output,
+                    "output": self._output,
                     "temperatures": temperatures_B,
                     "uniforms": uniforms_SB,
                     "stop_ids": stop_ids,
@@ -143,7 +145,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
         self._library.call_structs(
             f"{self._family}_steps",
             self._shape(is_sparse),
-            self._fresh_layers(),
+            layers,
             self._row_struct(tokens_B, slots_B, starts_B, hidden),
             steps,
         )
@@ -175,21 +177,15 @@ class NativeDecoder(BlockedSlotCache, ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project final hidden states to the vocabulary."""
-        output = self._fresh_output()
+        self._fresh_layers()
         weight = self._output_weight()
         logits = torch.empty(len(hidden), weight.shape[0])
         self._library.call(
             "packed_product",
-            *(len(hidden), *weight.shape, hidden.contiguous(), output, logits),
+            *(len(hidden), *weight.shape, hidden.contiguous(), self._output, logits),
             torch.get_num_threads(),
         )
         return logits
-
-    def _fresh_output(self) -> Tensor:
-        self._fresh_layers()
-        if self._packed_output is None:
-            self._packed_output = self._library.packed(self._output_weight())
-        return self._packed_output
 
     def _output_weight(self) -> Tensor:
         tied = self._weights["model.embed_tokens.weight"]
@@ -207,14 +203,14 @@ class NativeDecoder(BlockedSlotCache, ABC):
         # Flat lists of integers: this runs in every step, and tuples would wake the garbage collector.
         state = [w._version for w in self._weights.values()]
         state.extend(w.data_ptr() for w in self._weights.values())
-        if self._layers is None or state != self._state:
+        if state != self._state:
             if not native_for(*self._weights.values()):
                 raise ContractError(
                     "the model's weights are no longer fp32 on the CPU; make a new cache after moving it"
                 )
-            self._packed = []
-            self._packed_output = None
+            self._arena = Arena()
             self._layers = self._pack_layers()
+            self._output = self._library.packed(self._output_weight(), self._arena)
             self._state = state
         return self._layers
 
@@ -223,15 +219,12 @@ class NativeDecoder(BlockedSlotCache, ABC):
 
     def _pack(self, *weights: Tensor) -> int:
         """Pack weights that share their input into one, and return its address."""
-        return self._keep(self._library.packed(torch.cat(weights)))
+        return self._library.packed(torch.cat(weights), self._arena).data_ptr()
 
     def _pack_each(self, weights: Sequence[Tensor]) -> int:
         """Pack weights one after another, and return the address of the first."""
-        return self._keep(torch.cat([self._library.packed(weight) for weight in weights]))
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._packed.append(tensor)
-        return tensor.data_ptr()
+        packed = torch.cat([self._library.packed(weight) for weight in weights])
+        return self._arena.take(len(packed)).copy_(packed).data_ptr()
 
     def _dense(self, layer: int, prefix: str, suffix: str = "") -> dict[str, int]:
         gate, up, down = (

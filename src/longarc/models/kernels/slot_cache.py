@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longarc.models.cache import SlotCache
+from longarc.models.kernels.memory import Arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,11 @@ class BlockedSlotCache(SlotCache):
         self.padded_length = -(-max_length // lanes) * lanes
         self._tables = dict(tables)
         self._storage: dict[str, Tensor] = {}
+        arena = Arena()
         for name, table in tables.items():
             steps = [self.padded_length // lanes, table.width, lanes]
             inner = steps if table.is_blocked else [self.padded_length, table.width]
-            self._storage[name] = torch.zeros(num_layers, num_slots, table.num_heads, *inner)
+            self._storage[name] = arena.take(num_layers, num_slots, table.num_heads, *inner)
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """Return the tables of one layer by name."""
