@@ -49,9 +49,10 @@ class SlotTable:
     def donor(self, prompt: Ids, session_id: str) -> tuple[Slot | None, int]:
         """Return the slot that shares the longest prefix with ``prompt``, and its length [tokens].
 
-        The session's own idle slot wins a tie, because nothing has to be copied from it; where all that
-        it holds is in the prompt (the next turn of a conversation), no other slot is looked at. The last
-        prompt token is never counted: its state has to be computed for the next logits.
+        The session's own idle slot wins a tie, because nothing has to be copied from it. No other slot is
+        looked at where all that it holds is in the prompt (the next turn of a conversation), or all that
+        the prompt can use is in it. The last prompt token is never counted: its state has to be computed
+        for the next logits.
         """
         best: Slot | None = None
         best_length = 0
@@ -59,10 +60,13 @@ class SlotTable:
         own = self._last_of.get(session_id)
         if own is not None and own.session_id == session_id and not own.is_busy and own.length:
             best, best_length = own, common_prefix(own.tokens[: own.length], prompt[:limit])
-            if best_length == own.length:
+            if best_length in (own.length, limit):
                 return best, best_length
         for slot in self.slots:
-            if slot.is_stale or slot.length <= best_length:
+            if slot.is_stale or slot.length <= best_length or best_length == limit:
+                continue
+            # A longer prefix has this token; one look spares most comparisons.
+            if slot.tokens[best_length] != prompt[best_length]:
                 continue
             length = common_prefix(slot.tokens[: slot.length], prompt[:limit])
             if length > best_length:
