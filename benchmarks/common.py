@@ -1,4 +1,4 @@
-"""What the benchmarks share: the table they print, and the model that peers are measured on."""
+"""What the benchmarks share: the table they print, and the models that peers are measured on."""
 
 from longarc.config.model import LlamaConfig
 
@@ -10,6 +10,15 @@ LLAMA = LlamaConfig(
     intermediate_size=688,
 )
 """Five million parameters in a shape that every library has."""
+
+DEEP_LLAMA = LlamaConfig(
+    hidden_size=192,
+    num_hidden_layers=12,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    intermediate_size=512,
+)
+"""Five million parameters in the proportions of SmolLM2-135M: deep and thin, a third of its width."""
 
 
 class Table:

@@ -1,6 +1,7 @@
 """How fast the embedded engine samples and the trainer trains, beside transformers, in one run.
 
-* A Llama-type model of five million parameters: the engine against ``transformers.generate``, same
+* Llama-type models of five million parameters, 6 layers of 256 and, in the proportions of SmolLM2-135M,
+  12 layers of 192: the engine against ``transformers.generate``, same
   weights, same prompts, fp32, batch 64: prompts that share nothing, and the batch of a GRPO step, 8 prompts
   with 8 samples each, which the engine computes once per group. Both sample at temperature 1; the engine
   also computes log-probabilities, streams and schedules.
@@ -20,10 +21,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from common import LLAMA, Table
+from common import DEEP_LLAMA, LLAMA, Table
 
 from longarc.config.engine import EngineConfig
-from longarc.config.model import GlmMoeDsaConfig
+from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -107,14 +108,14 @@ def transformers_tokens_per_s(model: torch.nn.Module, prompts: list[list[int]]) 
     return (output.shape[1] - ids.shape[1]) * BATCH / (time.perf_counter() - started)
 
 
-def transformers_model(model: Decoder) -> torch.nn.Module:
+def transformers_model(model: Decoder, shape: LlamaConfig) -> torch.nn.Module:
     """Build the same Llama in transformers."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
-        **LLAMA.model_dump(exclude={"family", "head_dim", "rope_theta"}),
-        rope_parameters={"rope_type": "default", "rope_theta": LLAMA.rope_theta},
+        **shape.model_dump(exclude={"family", "head_dim", "rope_theta"}),
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="sdpa",
@@ -177,8 +178,6 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", module="transformers")
 
-    llama = build_model(LLAMA, seed=0)
-    peer = transformers_model(llama)
     workloads = {
         "64 prompts of 32": make_prompts(32),
         "8 prompts of 256, 8 samples each": make_prompts(256, group_size=8),
@@ -192,13 +191,18 @@ def main() -> None:
         return decode_tokens_per_s(nano, 368, NUM_NEW, options.threads)
 
     llama_rows = []
-    for name, prompts in workloads.items():
-        ours, theirs = best(
-            repeats,
-            partial(engine_tokens_per_s, llama, prompts, options.threads),
-            partial(transformers_tokens_per_s, peer, prompts),
-        )
-        llama_rows.append((name, ours, theirs))
+    for shape in (LLAMA, DEEP_LLAMA):
+        llama = build_model(shape, seed=0)
+        peer = transformers_model(llama, shape)
+        size = sum(parameter.numel() for parameter in llama.parameters()) / 1e6
+        title = f"Llama {size:.1f}M, {shape.num_hidden_layers} x {shape.hidden_size}"
+        for name, prompts in workloads.items():
+            ours, theirs = best(
+                repeats,
+                partial(engine_tokens_per_s, llama, prompts, options.threads),
+                partial(transformers_tokens_per_s, peer, prompts),
+            )
+            llama_rows.append((f"{title}, {name}", ours, theirs))
     nano_ours, nano_eager = best(repeats, decode, eager(decode))
     train_ours, train_eager = best(
         repeats,
@@ -206,7 +210,6 @@ def main() -> None:
         eager(lambda: train_tokens_per_s(trained)),
     )
 
-    size = sum(parameter.numel() for parameter in llama.parameters()) / 1e6
     load = os.getloadavg()[0]
     print(
         f"native kernels: {'yes' if native() else 'no'}; fp32, {options.threads} thread(s), "
@@ -215,7 +218,7 @@ def main() -> None:
     table = Table()
     for name, ours, theirs in llama_rows:
         table.row(
-            f"Llama {size:.1f}M, {name}, 64 new tokens [tokens/s], peer transformers.generate",
+            f"{name}, 64 new tokens [tokens/s], peer transformers.generate",
             f"{ours:.0f}",
             peer=f"{theirs:.0f}",
             ratio=ours / theirs,

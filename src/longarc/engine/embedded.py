@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -28,11 +28,14 @@ import numpy as np
 import torch
 
 from longarc.config.engine import EngineConfig
+from longarc.engine.decoding import decode
+from longarc.engine.request import Request
 from longarc.engine.sampler import sample
-from longarc.engine.slots import Ids, Slot, SlotTable, common_prefix
+from longarc.engine.slots import Slot, SlotTable
 from longarc.errors import ContractError, EngineError, EngineFaultError, LongArcError, boundary
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_weights
+from longarc.models.kernels.steps import Drawn, Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
 from longarc.records.sampling import (
@@ -46,32 +49,8 @@ from longarc.runs.checkpoint import file_sha256
 
 _MIN_SHARED_TOKENS = 16
 """A request waits for another one's prefill only if it saves at least this many tokens."""
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One completion on its way."""
-
-    prompt: Ids
-    sampling: Sampling
-    session_id: str
-    seed: int
-    pieces: asyncio.Queue[SampledTokens | EngineError] = field(default_factory=asyncio.Queue)
-    """Bounded by ``sampling.max_new_tokens`` pieces."""
-    slot: Slot | None = None
-    num_cached: int = 0
-    num_sampled: int = 0
-    last_token: int = -1
-    unsent_ids: list[int] = field(default_factory=list)
-    unsent_logprobs: list[float] = field(default_factory=list)
-    unsent_version: int = 0
-    has_sent: bool = False
-    is_cancelled: bool = False
-
-    @property
-    def num_missing(self) -> int:
-        """Prompt tokens whose state is not in the slot yet."""
-        return len(self.prompt) - (self.slot.length if self.slot else 0)
+_MAX_STEPS = 16
+"""Decode steps in one call; who wants a turn interrupts it, so this only bounds how old `health` can be."""
 
 
 @dataclass(slots=True)
@@ -105,11 +84,12 @@ class EmbeddedEngine:
         self._clock = clock
         self._slots = SlotTable(config.num_slots, max_context_tokens)
         self._cache = model.new_cache(config.num_slots, max_context_tokens)
-        self._waiting: deque[_Request] = deque()  # bounded by config.max_waiting
-        self._prefilling: list[_Request] = []
-        self._running: list[_Request] = []
+        self._waiting: deque[Request] = deque()  # bounded by config.max_waiting
+        self._prefilling: list[Request] = []
+        self._running: list[Request] = []
         self._pending_weights: deque[tuple[WeightSource, int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
+        self._interrupt = Interrupt()
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=self._set_threads
         )
@@ -161,7 +141,7 @@ class EmbeddedEngine:
                     return
         finally:
             request.is_cancelled = True
-            self._wake.set()
+            self._notify()
 
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
@@ -170,6 +150,7 @@ class EmbeddedEngine:
                 f"cannot score {len(token_ids)} tokens: max_context_tokens={self._max_context_tokens}"
             )
         loop = asyncio.get_running_loop()
+        self._interrupt.set()
         return await loop.run_in_executor(self._pool, self._score, list(token_ids), temperature)
 
     async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
@@ -178,7 +159,7 @@ class EmbeddedEngine:
             raise self._failure
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending_weights.append((source, policy_version, done))
-        self._wake.set()
+        self._notify()
         await done
 
     async def health(self) -> EngineHealth:
@@ -196,7 +177,12 @@ class EmbeddedEngine:
 
     # Planning: only ever on the event loop --------------------------------------------------
 
-    def _accept(self, prompt_ids: Sequence[int], sampling: Sampling, session_id: str) -> _Request:
+    def _notify(self) -> None:
+        """Something is to be planned: end the wait, or the steps being computed."""
+        self._wake.set()
+        self._interrupt.set()
+
+    def _accept(self, prompt_ids: Sequence[int], sampling: Sampling, session_id: str) -> Request:
         if self._failure is not None:
             raise self._failure
         if self._driver is None:
@@ -229,9 +215,9 @@ class EmbeddedEngine:
             if sampling.seed is not None
             else self._seed * 1_000_003 + self._num_requests
         )
-        request = _Request(prompt=prompt, sampling=sampling, session_id=session_id, seed=seed)
+        request = Request(prompt=prompt, sampling=sampling, session_id=session_id, seed=seed)
         self._waiting.append(request)
-        self._wake.set()
+        self._notify()
         return request
 
     async def _drive(self) -> None:
@@ -246,6 +232,7 @@ class EmbeddedEngine:
             self._fail_all(self._failure)
 
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._interrupt.clear()
         await self._apply_weights(loop)
         self._drop_cancelled()
         self._admit()
@@ -282,7 +269,7 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Give slots to waiting requests, oldest first, sharing what is cached or being computed."""
-        kept: deque[_Request] = deque()
+        kept: deque[Request] = deque()
         while self._waiting:
             request = self._waiting.popleft()
             if len(self._running) + len(self._prefilling) >= self._config.max_running:
@@ -300,16 +287,22 @@ class EmbeddedEngine:
         kept.extend(self._waiting)
         self._waiting = kept
 
-    def _waits_for_prefill(self, request: _Request, num_cached: int) -> bool:
-        for other in self._prefilling:
-            if other.slot is None or other.slot.is_stale:
-                continue
-            shared = common_prefix(other.prompt, request.prompt[:-1])
-            if shared >= num_cached + _MIN_SHARED_TOKENS:
-                return True
-        return False
+    def _waits_for_prefill(self, request: Request, num_cached: int) -> bool:
+        needed = num_cached + _MIN_SHARED_TOKENS
+        if needed > len(request.prompt) - 1:
+            return False
+        head = request.prompt[:needed]
+        return any(
+            other.slot is not None
+            and not other.slot.is_stale
+            and len(other.prompt) >= needed
+            # Looked at first, because most prompts differ there.
+            and other.prompt[needed - 1] == head[-1]
+            and np.array_equal(other.prompt[:needed], head)
+            for other in self._prefilling
+        )
 
-    def _start(self, request: _Request, slot: Slot, donor: Slot | None, length: int) -> None:
+    def _start(self, request: Request, slot: Slot, donor: Slot | None, length: int) -> None:
         if donor is not None and donor is not slot and length:
             self._cache.copy_prefix(donor.index, slot.index, length)
         slot.length = 0
@@ -321,7 +314,7 @@ class EmbeddedEngine:
         self._counters.cached += length
         self._prefilling.append(request)
 
-    def _free(self, request: _Request) -> None:
+    def _free(self, request: Request) -> None:
         if request.slot is not None:
             self._slots.release(request.slot)
             request.slot = None
@@ -368,11 +361,11 @@ class EmbeddedEngine:
 
     def _prefill(self) -> None:
         budget = self._config.max_prefill_tokens
-        chosen: list[tuple[_Request, Slot, int]] = []
+        chosen: list[tuple[Request, Slot, int]] = []
         for request in self._prefilling:
             if budget <= 0:
                 break
-            slot = _slot_of(request)
+            slot = request.used_slot()
             count = min(budget, request.num_missing)
             chosen.append((request, slot, count))
             budget -= count
@@ -386,7 +379,7 @@ class EmbeddedEngine:
             self._cache,
             attention=self._attention,
         )
-        complete: list[tuple[_Request, int]] = []
+        complete: list[tuple[Request, int]] = []
         end = 0
         for request, slot, count in chosen:
             slot.append(request.prompt[slot.length : slot.length + count])
@@ -401,61 +394,73 @@ class EmbeddedEngine:
 
     def _decode(self) -> None:
         requests = list(self._running)
-        slots = [_slot_of(request) for request in requests]
-        hidden = self._model.extend(
-            torch.tensor([request.last_token for request in requests]),
-            [slot.index for slot in slots],
-            [slot.length for slot in slots],
-            [1] * len(requests),
+        # Another prefill is due: a single step, so that the others do not wait for it longer than before.
+        max_steps = 1 if self._prefilling else _MAX_STEPS
+        drawn = decode(
+            self._model,
             self._cache,
+            requests,
             attention=self._attention,
+            max_steps=max_steps,
+            interrupt=self._interrupt,
         )
-        for request, slot in zip(requests, slots, strict=True):
-            slot.append([request.last_token])
-        self._sample(requests, hidden)
+        for request, token_ids in zip(requests, drawn.tokens.T.tolist(), strict=True):
+            request.used_slot().append([request.last_token, *token_ids[:-1]])
+        self._record_all(requests, drawn)
 
-    def _sample(self, requests: list[_Request], hidden: torch.Tensor) -> None:
+    def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
         tokens, logprobs, is_finite = sample(
             self._model.logits(hidden, self._cache),
             [request.sampling for request in requests],
             seeds=[request.seed for request in requests],
             positions=[request.num_sampled for request in requests],
         )
-        self._counters.sampled += len(requests)
-        for request, token, logprob, finite in zip(
-            requests, tokens.tolist(), logprobs.tolist(), is_finite.tolist(), strict=True
-        ):
-            if finite:
-                self._record(request, token, logprob)
-            else:
-                self._finish(
-                    request,
-                    EngineFaultError(
-                        f"logits are not finite at token {request.num_sampled} of session {request.session_id}, "
-                        f"policy version {self._version}"
-                    ),
-                )
+        self._record_all(requests, Drawn(tokens[None], logprobs[None], is_finite))
 
-    def _record(self, request: _Request, token: int, logprob: float) -> None:
+    def _record_all(self, requests: list[Request], drawn: Drawn) -> None:
+        self._counters.sampled += drawn.tokens.numel()
+        for request, token_ids, logprobs, is_finite in zip(
+            requests,
+            drawn.tokens.T.tolist(),
+            drawn.logprobs.T.tolist(),
+            drawn.is_finite.tolist(),
+            strict=True,
+        ):
+            if is_finite:
+                self._record(request, token_ids, logprobs)
+                continue
+            self._record(request, token_ids[:-1], logprobs[:-1])
+            self._finish(
+                request,
+                EngineFaultError(
+                    f"logits are not finite at token {request.num_sampled} of session {request.session_id}, "
+                    f"policy version {self._version}"
+                ),
+            )
+
+    def _record(self, request: Request, token_ids: list[int], logprobs: list[float]) -> None:
+        """Note what was sampled; only the last of the tokens can end the completion."""
+        if not token_ids:
+            return
         request.unsent_version = self._version
-        request.unsent_ids.append(token)
-        request.unsent_logprobs.append(logprob)
-        request.num_sampled += 1
-        request.last_token = token
+        request.unsent_ids.extend(token_ids)
+        request.unsent_logprobs.extend(logprobs)
+        request.num_sampled += len(token_ids)
+        request.last_token = token_ids[-1]
         sampling = request.sampling
-        if token in sampling.stop_ids:
+        if request.last_token in sampling.stop_ids:
             self._finish(request, "stop")
         elif request.num_sampled >= sampling.max_new_tokens:
             self._finish(request, "length")
         elif len(request.unsent_ids) >= sampling.stream_interval_tokens > 0:
             self._send(request, None)
 
-    def _finish(self, request: _Request, ending: FinishReason | EngineError) -> None:
+    def _finish(self, request: Request, ending: FinishReason | EngineError) -> None:
         self._running.remove(request)
         self._send(request, ending)
         self._free(request)
 
-    def _send(self, request: _Request, ending: FinishReason | EngineError | None) -> None:
+    def _send(self, request: Request, ending: FinishReason | EngineError | None) -> None:
         """Hand over what was sampled since the last piece; called from the worker and the event loop."""
         if request.unsent_ids or isinstance(ending, str):
             piece = SampledTokens(
@@ -471,13 +476,7 @@ class EmbeddedEngine:
         if isinstance(ending, EngineError):
             self._deliver(request, ending)
 
-    def _deliver(self, request: _Request, item: SampledTokens | EngineError) -> None:
+    def _deliver(self, request: Request, item: SampledTokens | EngineError) -> None:
         loop = self._driver.get_loop() if self._driver is not None else None
         if loop is not None:
             loop.call_soon_threadsafe(request.pieces.put_nowait, item)
-
-
-def _slot_of(request: _Request) -> Slot:
-    if request.slot is None:
-        raise ContractError(f"request of session {request.session_id} runs without a slot")
-    return request.slot

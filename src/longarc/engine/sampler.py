@@ -6,6 +6,7 @@ Shape letters: B requests, V vocabulary.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,9 +21,11 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(
-    seeds: Sequence[int], positions: Sequence[int]
-) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    seeds: Sequence[int], positions: "Sequence[int] | npt.NDArray[np.int64]"
+) -> "npt.NDArray[np.float64]":
     """Return one number in [0, 1) per (seed, position): a hash, so that no draw depends on another request.
+
+    Positions may have leading axes that the seeds have not; the result has the shape of the positions.
 
     The mixing function is SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
     """
@@ -88,7 +91,7 @@ def sample(
     Returns:
         Tokens, their log-probabilities [nats] under the distribution drawn from, and whether the row was finite.
     """
-    if _is_plain(samplings) and native_for(logits_BV):
+    if is_plain(samplings) and native_for(logits_BV):
         return _sample_natively(logits_BV, samplings, seeds, positions)
     is_finite_B = torch.isfinite(logits_BV).all(dim=-1)
     if not bool(is_finite_B.all()):
@@ -109,7 +112,7 @@ def sample(
     return tokens_B, chosen_B, is_finite_B
 
 
-def _is_plain(samplings: Sequence[Sampling]) -> bool:
+def is_plain(samplings: Sequence[Sampling]) -> bool:
     """Whether temperature is all there is to the distributions."""
     return all(s.top_k <= 0 and s.top_p >= 1.0 for s in samplings)
 

@@ -50,9 +50,10 @@ class SlotTable:
     def donor(self, prompt: Ids, session_id: str) -> tuple[Slot | None, int]:
         """Return the slot that shares the longest prefix with ``prompt``, and its length [tokens].
 
-        The session's own idle slot wins a tie, because nothing has to be copied from it; where all that
-        it holds is in the prompt (the next turn of a conversation), no other slot is looked at. The last
-        prompt token is never counted: its state has to be computed for the next logits.
+        The session's own idle slot wins a tie, because nothing has to be copied from it. No other slot is
+        looked at where all that it holds is in the prompt (the next turn of a conversation), or all that
+        the prompt can use is in it. The last prompt token is never counted: its state has to be computed
+        for the next logits.
         """
         best: Slot | None = None
         best_length = 0
@@ -60,7 +61,7 @@ class SlotTable:
         own = self._last_of.get(session_id)
         if own is not None and own.session_id == session_id and not own.is_busy and own.length:
             best, best_length = own, common_prefix(own.tokens[: own.length], wanted)
-            if best_length == own.length:
+            if best_length in (own.length, len(wanted)):
                 return best, best_length
         # The members of a group come one after the other, and what served one serves the next.
         newest = self._newest_donor

@@ -144,15 +144,25 @@ def _dense_runs(
         shape = (first.num_queries, first.num_keys)
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(first.first_position)
     attended = F.scaled_dot_product_attention(
-        torch.stack([query[run.queries] for run in runs]).transpose(1, 2),
-        torch.stack([key[run.key_rows] for run in runs]).transpose(1, 2),
-        torch.stack([value[run.key_rows] for run in runs]).transpose(1, 2),
+        _wide(torch.stack([query[run.queries] for run in runs])).transpose(1, 2),
+        _wide(torch.stack([key[run.key_rows] for run in runs])).transpose(1, 2),
+        _wide(torch.stack([value[run.key_rows] for run in runs])).transpose(1, 2),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
         enable_gqa=True,
     )
-    return attended.transpose(1, 2).flatten(0, 1)
+    return attended.transpose(1, 2).flatten(0, 1).to(query.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Turn fp32 on the CPU into fp64.
+
+    The order in which attention adds up depends on how many queries and keys stand beside each other: an
+    engine that decodes token by token would round differently from a trainer that sees all tokens at once,
+    by about 1e-5 in the log-probabilities. In fp64, rounded at the end, the order does not show.
+    """
+    return x.double() if x.dtype is torch.float32 and x.device.type == "cpu" else x
 
 
 def _dense_singles(
@@ -167,12 +177,12 @@ def _dense_singles(
     hidden_BP = singles.hidden_keys()
     outputs = []
     for head, query_Bmd in enumerate(heads_of_key):
-        score_BmP = query_Bmd @ key_BPgd[:, :, head].mT * scale
+        score_BmP = _wide(query_Bmd) @ _wide(key_BPgd[:, :, head]).mT * scale
         probability_BmP = score_BmP.masked_fill_(hidden_BP[:, None], float("-inf")).softmax(-1)
-        value_BPd = value_BPgd[:, :, head]
+        value_BPd = _wide(value_BPgd[:, :, head])
         output_Bmd = probability_BmP @ value_BPd
         if not bool(output_Bmd.isfinite().all()):
             # A row behind the end may hold NaN of an earlier sequence, and 0 * NaN is NaN.
             output_Bmd = probability_BmP @ value_BPd.masked_fill(hidden_BP[..., None], 0.0)
         outputs.append(output_Bmd)
-    return torch.cat(outputs, dim=1)
+    return torch.cat(outputs, dim=1).to(query.dtype)

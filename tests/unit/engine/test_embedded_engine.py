@@ -9,7 +9,6 @@ from longarc.engine.embedded import EmbeddedEngine
 from longarc.errors import EngineError
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_weights
-from longarc.models.kernels.native import native
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
 from longarc.records.sampling import SampledTokens, Sampling, WeightSource
@@ -59,10 +58,8 @@ async def test_reported_logprobs_are_the_ones_a_trainer_computes(config):
     expected = trainer_logprobs(
         build_model(config, seed=0), prompt + ids_of(pieces), temperature=0.7
     )
-    # Eager dense attention rounds differently token by token; the native kernels are bitwise equal.
-    atol = 1e-5 if config is NANO or native() else 2e-5
     torch.testing.assert_close(
-        torch.tensor(logprobs_of(pieces)), expected[len(prompt) - 1 :].detach(), rtol=0, atol=atol
+        torch.tensor(logprobs_of(pieces)), expected[len(prompt) - 1 :].detach(), rtol=0, atol=1e-5
     )
 
 

@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.errors import ContractError
 from longarc.models.kernels import structs
-from longarc.models.kernels.native import native_for, required
+from longarc.models.kernels.memory import Arena
+from longarc.models.kernels.native import check_ids, native_for, required
 from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
+from longarc.models.kernels.steps import Drawn, Draws, Interrupt
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
@@ -24,7 +27,8 @@ Weights: TypeAlias = Mapping[str, Tensor]
 class NativeDecoder(BlockedSlotCache, ABC):
     """A slot cache that also runs new tokens of its sequences through all layers."""
 
-    _function: str
+    _family: str
+    """Prefix of the names of its native functions."""
 
     def __init__(
         self,
@@ -48,9 +52,10 @@ class NativeDecoder(BlockedSlotCache, ABC):
         self._angles = angles
         self._num_layers = num_layers
         self._state: list[int] = []
-        self._packed: list[Tensor] = []
-        self._packed_output: Tensor | None = None
-        self._layers: ctypes.Array[Any] | None = None
+        self._arena = Arena()
+        self._output = torch.empty(0)
+        self._layers: ctypes.Array[Any]
+        self._fresh_layers()
 
     def hidden(
         self,
@@ -73,17 +78,95 @@ class NativeDecoder(BlockedSlotCache, ABC):
         layers = self._fresh_layers()
         slots_N, positions_N = _rows_of(slots, starts, counts)
         tokens_N = token_ids.contiguous()
-        embedding = self._weights["model.embed_tokens.weight"]
-        hidden = torch.empty(len(tokens_N), embedding.shape[1])
-        rows = structs.Rows(
-            num=len(tokens_N),
+        hidden = self._new_hidden(len(tokens_N))
+        rows = self._row_struct(tokens_N, slots_N, positions_N, hidden)
+        self._library.call_structs(f"{self._family}_rows", self._shape(is_sparse), layers, rows)
+        return hidden
+
+    def steps(
+        self,
+        token_ids: Int[Tensor, " B"],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        draws: Draws,
+        interrupt: Interrupt,
+        *,
+        is_sparse: bool,
+    ) -> Drawn:
+        """Append one token to each sequence, draw the next from it, append that one, and so on.
+
+        Ends after the last step of ``draws``, after one that drew a stop id or from logits that were not
+        finite, or when interrupted; makes one step at least.
+
+        Args:
+            token_ids: the first new token of each sequence.
+            slots: slot of each sequence.
+            starts: position of each sequence's first new token.
+            draws: how tokens are drawn.
+            interrupt: set from another thread, it ends the call after its current step.
+            is_sparse: attend to the indexer's selection only.
+
+        Raises:
+            ContractError: the tokens do not fit the cache, or an id is not in the vocabulary.
+        """
+        layers = self._fresh_layers()
+        vocab = self._output_weight().shape[0]
+        check_ids(token_ids, vocab)
+        max_steps, num_rows = draws.uniforms.shape
+        self.check(list(slots), list(starts), [max_steps] * num_rows)
+        stop_ids, stop_ends = draws.stops()
+        tokens_B, slots_B, starts_B = (
+            token_ids.contiguous(),
+            torch.tensor(slots),
+            torch.tensor(starts),
+        )
+        hidden = self._new_hidden(num_rows)
+        tokens_SB = torch.empty(max_steps, num_rows, dtype=torch.long)
+        logprobs_SB = torch.empty(max_steps, num_rows)
+        finite_B = torch.empty(num_rows, dtype=torch.long)
+        temperatures_B, uniforms_SB = draws.temperatures.contiguous(), draws.uniforms.contiguous()
+        steps = structs.Steps(
+            max_steps=max_steps,
+            vocab=vocab,
+            interrupt=interrupt.address,
+            **structs.addresses(
+                {
+                    "output": self._output,
+                    "temperatures": temperatures_B,
+                    "uniforms": uniforms_SB,
+                    "stop_ids": stop_ids,
+                    "stop_ends": stop_ends,
+                    "tokens": tokens_SB,
+                    "logprobs": logprobs_SB,
+                    "is_finite": finite_B,
+                }
+            ),
+        )
+        self._library.call_structs(
+            f"{self._family}_steps",
+            self._shape(is_sparse),
+            layers,
+            self._row_struct(tokens_B, slots_B, starts_B, hidden),
+            steps,
+        )
+        made = steps.num_steps
+        return Drawn(tokens_SB[:made], logprobs_SB[:made], finite_B.bool())
+
+    def _new_hidden(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._weights["model.embed_tokens.weight"].shape[1])
+
+    def _row_struct(
+        self, tokens: Tensor, slots: Tensor, positions: Tensor, hidden: Tensor
+    ) -> structs.Rows:
+        return structs.Rows(
+            num=len(tokens),
             max_length=self.padded_length,
             **structs.addresses(
                 {
-                    "tokens": tokens_N,
-                    "slots": slots_N,
-                    "positions": positions_N,
-                    "embedding": embedding,
+                    "tokens": tokens,
+                    "slots": slots,
+                    "positions": positions,
+                    "embedding": self._weights["model.embed_tokens.weight"],
                     "cos": self._angles[0],
                     "sin": self._angles[1],
                     "final_norm": self._weights["model.norm.weight"],
@@ -91,21 +174,15 @@ class NativeDecoder(BlockedSlotCache, ABC):
                 }
             ),
         )
-        self._library.call_structs(
-            self._function, self._shape(is_sparse), layers, rows, torch.get_num_threads()
-        )
-        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project final hidden states to the vocabulary."""
         self._fresh_layers()
         weight = self._output_weight()
-        if self._packed_output is None:
-            self._packed_output = self._library.packed(weight)
         logits = torch.empty(len(hidden), weight.shape[0])
         self._library.call(
             "packed_product",
-            *(len(hidden), *weight.shape, hidden.contiguous(), self._packed_output, logits),
+            *(len(hidden), *weight.shape, hidden.contiguous(), self._output, logits),
             torch.get_num_threads(),
         )
         return logits
@@ -126,14 +203,14 @@ class NativeDecoder(BlockedSlotCache, ABC):
         # Flat lists of integers: this runs in every step, and tuples would wake the garbage collector.
         state = [w._version for w in self._weights.values()]
         state.extend(w.data_ptr() for w in self._weights.values())
-        if self._layers is None or state != self._state:
+        if state != self._state:
             if not native_for(*self._weights.values()):
                 raise ContractError(
                     "the model's weights are no longer fp32 on the CPU; make a new cache after moving it"
                 )
-            self._packed = []
-            self._packed_output = None
+            self._arena = Arena()
             self._layers = self._pack_layers()
+            self._output = self._library.packed(self._output_weight(), self._arena)
             self._state = state
         return self._layers
 
@@ -142,15 +219,12 @@ class NativeDecoder(BlockedSlotCache, ABC):
 
     def _pack(self, *weights: Tensor) -> int:
         """Pack weights that share their input into one, and return its address."""
-        return self._keep(self._library.packed(torch.cat(weights)))
+        return self._library.packed(torch.cat(weights), self._arena).data_ptr()
 
     def _pack_each(self, weights: Sequence[Tensor]) -> int:
         """Pack weights one after another, and return the address of the first."""
-        return self._keep(torch.cat([self._library.packed(weight) for weight in weights]))
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._packed.append(tensor)
-        return tensor.data_ptr()
+        packed = torch.cat([self._library.packed(weight) for weight in weights])
+        return self._arena.take(len(packed)).copy_(packed).data_ptr()
 
     def _dense(self, layer: int, prefix: str, suffix: str = "") -> dict[str, int]:
         gate, up, down = (
@@ -166,7 +240,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
 class NativeLlama(NativeDecoder):
     """The Llama-type decoder."""
 
-    _function = "llama_rows"
+    _family = "llama"
 
     def __init__(
         self,
@@ -219,7 +293,7 @@ class NativeLlama(NativeDecoder):
 class NativeGlmMoeDsa(NativeDecoder):
     """The GLM-5 family."""
 
-    _function = "mla_rows"
+    _family = "mla"
 
     def __init__(
         self,

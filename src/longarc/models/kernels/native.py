@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longarc.errors import ContractError
 from longarc.models.kernels.build import library_path
+from longarc.models.kernels.memory import Arena
 
 _POINTER, _INTEGER, _REAL = "p", "i", "f"
 _SIGNATURES: Final = {
@@ -38,6 +39,8 @@ _SIGNATURES: Final = {
     "sample": "iippppppi",
     "llama_rows": "pppi",
     "mla_rows": "pppi",
+    "llama_steps": "ppppi",
+    "mla_steps": "ppppi",
 }
 _TYPES: Final[dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]]] = {
     _POINTER: ctypes.c_void_p,
@@ -76,16 +79,26 @@ class NativeLibrary:
         name: str,
         shape: ctypes.Structure,
         layers: ctypes.Array[Any],
-        rows: ctypes.Structure,
-        num_threads: int,
+        *others: ctypes.Structure,
     ) -> None:
         """Call a function of all layers, which takes its arguments as structures."""
-        self._functions[name](ctypes.addressof(shape), layers, ctypes.addressof(rows), num_threads)
+        self._functions[name](
+            ctypes.addressof(shape),
+            layers,
+            *(ctypes.addressof(other) for other in others),
+            torch.get_num_threads(),
+        )
 
-    def packed(self, weight: Tensor) -> Tensor:
-        """Return a weight [out, in] packed for ``packed_product``; strides are free."""
+    def packed(self, weight: Tensor, arena: Arena | None = None) -> Tensor:
+        """Return a weight [out, in] packed for ``packed_product``; strides are free.
+
+        Args:
+            weight: to be packed.
+            arena: where it goes if it is to be kept.
+        """
         num_out, num_in = weight.shape
-        packed = torch.empty(self._packed_size(num_out, num_in))
+        size = self._packed_size(num_out, num_in)
+        packed = torch.empty(size) if arena is None else arena.take(size)
         self.call("pack", weight, weight.stride(0), weight.stride(1), num_out, num_in, packed)
         return packed
 

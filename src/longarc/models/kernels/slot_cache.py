@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from longarc.models.cache import SlotCache
+from longarc.models.kernels.memory import Arena
+
+_MAX_HUGE_BYTES = 256 << 20
+"""A larger cache, many slots of the longest context, is hardly ever full, and a huge page is all there or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,12 @@ class BlockedSlotCache(SlotCache):
         self._lanes = lanes
         self.padded_length = -(-max_length // lanes) * lanes
         self._tables = dict(tables)
-        self._storage: dict[str, Tensor] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, table in tables.items():
             steps = [self.padded_length // lanes, table.width, lanes]
             inner = steps if table.is_blocked else [self.padded_length, table.width]
-            self._storage[name] = torch.zeros(num_layers, num_slots, table.num_heads, *inner)
+            shapes[name] = (num_layers, num_slots, table.num_heads, *inner)
+        self._storage = _zeros(shapes)
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """Return the tables of one layer by name."""
@@ -68,3 +73,12 @@ class BlockedSlotCache(SlotCache):
         for name, rows in self._storage.items():
             steps = -(-length // self._lanes) if self._tables[name].is_blocked else length
             rows[:, target_slot, :, :steps] = rows[:, source_slot, :, :steps]
+
+
+def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Allocate the tables, in huge pages unless that would fill memory which is never used."""
+    if 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) > _MAX_HUGE_BYTES:
+        return {name: torch.zeros(shape) for name, shape in shapes.items()}
+    arena = Arena()
+    # Written now: the system clears a page when it is first touched, and no request should wait for that.
+    return {name: arena.take(*shape).zero_() for name, shape in shapes.items()}

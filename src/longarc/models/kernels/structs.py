@@ -1,4 +1,4 @@
-"""The structures of ``cpu/decode.h`` in ctypes: same names, same order, same types."""
+"""The structures of ``cpu/decode.h`` and ``cpu/steps.h`` in ctypes: same names, same order, same types."""
 
 import ctypes
 from typing import ClassVar, TypeAlias
@@ -29,6 +29,17 @@ class Rows(ctypes.Structure):
         *_pointers("tokens slots positions"),
         *_integers("num max_length"),
         *_pointers("embedding cos sin final_norm hidden"),
+    ]
+
+
+class Steps(ctypes.Structure):
+    """How tokens are drawn in a call of several steps, and where they go."""
+
+    _fields_: ClassVar[list[_CField]] = [
+        *_integers("max_steps vocab"),
+        *_pointers("output temperatures uniforms stop_ids stop_ends interrupt"),
+        *_pointers("tokens logprobs is_finite"),
+        *_integers("num_steps"),
     ]
 
 

@@ -77,15 +77,15 @@ def test_python_calls_every_c_function_with_its_own_arguments():
 
 
 @pytest.mark.parametrize(
-    "name", ["Rows", "FeedForward", "LlamaLayer", "LlamaShape", "MlaLayer", "MlaShape"]
+    "name", ["Rows", "Steps", "FeedForward", "LlamaLayer", "LlamaShape", "MlaLayer", "MlaShape"]
 )
 def test_structures_have_the_fields_of_their_c_twins(name):
-    source = (build.SOURCES / "decode.h").read_text()
+    source = "".join((build.SOURCES / file).read_text() for file in ("decode.h", "steps.h"))
     body = re.search(rf"struct {name} {{(.*?)\n}};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int64_t": ctypes.c_int64, "FeedForward": structs.FeedForward}
     declared = []
     for line in re.sub(r"//.*", "", body).split(";"):
-        words = line.replace("const", "").split(maxsplit=1)
+        words = re.sub("const|volatile", "", line).split(maxsplit=1)
         if len(words) == 2:
             kind, names = words
             pointer = "*" in kind or "*" in names

@@ -132,9 +132,9 @@ struct AttendScratch {
 };
 
 // All query heads [head][dim] of one query that share the keys, scaled here; out is [head][value_dim].
-// Leaves softmax statistics in scratch.stats; adds the probabilities of all heads to `mass` if there is one.
+// Leaves softmax statistics in scratch.stats.
 inline void attend(const float* q, float scale, int64_t num_heads, const Keys& keys, float* out,
-                   AttendScratch& scratch, float* mass = nullptr) {
+                   AttendScratch& scratch) {
     const int64_t stride = scores_stride(keys.num), dim = keys.dim;
     if (int64_t(scratch.scores.size()) < GROUP * stride) scratch.scores.resize(GROUP * stride);
     scratch.q.resize(num_heads * dim);
@@ -151,9 +151,6 @@ inline void attend(const float* q, float scale, int64_t num_heads, const Keys& k
             case 3: attend_heads<3>(q_h, dim, keys, out_h, keys.value_dim, stats, scores); break;
             default: attend_heads<4>(q_h, dim, keys, out_h, keys.value_dim, stats, scores);
         }
-        if (mass)
-            for (int64_t i = 0; i < heads; i++)
-                for (int64_t j = 0; j < keys.num; j++) mass[j] += scores[i * stride + j] * stats[i].factor;
     }
 }
 

@@ -6,8 +6,8 @@
 // cache; activations of a chunk stay in the processor's own cache. Rows of one sequence stay in one thread.
 #pragma once
 
-#include "attention.h"
 #include "experts.h"
+#include "row_attention.h"
 
 namespace longarc {
 
@@ -63,9 +63,10 @@ struct MlaShape {
     float eps, latent_eps, index_eps, scale, index_scale;
 };
 
-// The positions that one row attends to, ascending.
+// The positions that one row attends to, ascending, and where their latents lie.
 struct SeenKeys {
     std::vector<int32_t> positions;
+    std::vector<const float*> latents;
     int64_t num;
 };
 
@@ -75,7 +76,7 @@ struct ChunkScratch {
     std::vector<float> scores;
     SeenKeys seen[2];
     AttendScratch attend;
-    Gathered gathered;
+    RowScratch attend_rows;
 };
 
 inline void rms_norm_rows(const float* x, const float* w, float* y, int64_t num, int64_t width, float eps) {
@@ -201,14 +202,17 @@ inline void mla_project(const MlaShape& shape, const MlaLayer& layer, const Rows
     }
 }
 
-// Finds what a row attends to and begins to fetch it.
+// Finds what a row attends to.
 inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
                     const float* index_query, const float* index_weights, SeenKeys& seen,
                     std::vector<float>& scores) {
     const int64_t dim = shape.latent + shape.rope, start = rows.slots[row] * rows.max_length;
     const int64_t num_keys = rows.positions[row] + 1;
     const int64_t room = std::max(num_keys, shape.index_topk) + LANES;
-    if (int64_t(seen.positions.size()) < room) seen.positions.resize(room);
+    if (int64_t(seen.positions.size()) < room) {
+        seen.positions.resize(room);
+        seen.latents.resize(room);
+    }
     if (shape.is_sparse && num_keys > shape.index_topk) {
         if (int64_t(scores.size()) < room) scores.resize(room);
         index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
@@ -219,9 +223,7 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
         seen.num = num_keys;
         for (int64_t j = 0; j < num_keys; j++) seen.positions[j] = int32_t(j);
     }
-    for (int64_t j = 0; j < seen.num; j++)
-        for (int64_t d = 0; d < dim; d += 16)
-            __builtin_prefetch(layer.latents + (start + seen.positions[j]) * dim + d);
+    for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + seen.positions[j]) * dim;
 }
 
 inline void mla_attention(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
@@ -240,13 +242,10 @@ inline void mla_attention(const MlaShape& shape, const MlaLayer& layer, const Ro
     for (int64_t r = 0; r < num; r++) {
         // The next row's keys travel while this row's are worked on.
         if (r + 1 < num) see(r + 1);
-        const SeenKeys& seen = s.seen[r % 2];
-        s.gathered.gather(layer.latents + rows.slots[first + r] * rows.max_length * dim, dim, seen.positions.data(),
-                          seen.num, dim);
-        const Keys visible{s.gathered.blocked.data(), dim, s.gathered.rows.data(), s.gathered.stride, shape.latent,
-                           seen.num};
-        attend(query + r * shape.num_heads * dim, shape.scale, shape.num_heads, visible,
-               attended + r * shape.num_heads * shape.latent, s.attend);
+        const SeenKeys &seen = s.seen[r % 2], &next = s.seen[(r + 1) % 2];
+        attend_rows(query + r * shape.num_heads * dim, shape.scale, shape.num_heads,
+                    {seen.latents.data(), dim, shape.latent, seen.num}, attended + r * shape.num_heads * shape.latent,
+                    s.attend_rows, nullptr, {next.latents.data(), r + 1 < num ? next.num : 0, dim});
     }
     float* values = s.merged.floats(num * shape.num_heads * shape.value);
     for (int64_t h = 0; h < shape.num_heads; h++)

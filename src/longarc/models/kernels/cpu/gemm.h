@@ -50,9 +50,10 @@ inline void pack(const float* weight, int64_t out_stride, int64_t in_stride, int
 enum class Store { SET, ADD };
 
 // With ACROSS the summed index runs down the rows of x and a row of the product is a column of x.
-template <int ROWS, int VECS, Store MODE, bool ACROSS>
-inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t num_in, float* y, int64_t y_stride,
-                 int64_t num_columns) {
+// With FETCH it fetches LANES numbers of `ahead` for each k: weights come from far away, and travel meanwhile.
+template <int ROWS, int VECS, Store MODE, bool ACROSS, bool FETCH>
+inline void tile(const float* x, int64_t x_stride, const float* panel, const float* ahead, int64_t num_in, float* y,
+                 int64_t y_stride, int64_t num_columns) {
     Vec sums[ROWS][VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
@@ -60,6 +61,7 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t n
         for (int v = 0; v < VECS; v++) sums[r][v] = Vec{};
     for (int64_t k = 0; k < num_in; k++) {
         Vec w[VECS];
+        if (FETCH) __builtin_prefetch(ahead + k * LANES);
 #pragma GCC unroll 2
         for (int v = 0; v < VECS; v++) w[v] = load(panel + k * PANEL + v * LANES);
 #pragma GCC unroll 16
@@ -81,10 +83,15 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, int64_t n
 }
 
 template <int VECS, Store MODE, bool ACROSS>
-inline void tile_of(int rows, const float* x, int64_t x_stride, const float* panel, int64_t num_in, float* y,
-                    int64_t y_stride, int64_t num_columns) {
-#define LONGARC_TILE(N) \
-    case N: return tile<N, VECS, MODE, ACROSS>(x, x_stride, panel, num_in, y, y_stride, num_columns)
+inline void tile_of(int rows, const float* x, int64_t x_stride, const float* panel, const float* ahead,
+                    int64_t num_in, float* y, int64_t y_stride, int64_t num_columns) {
+#define LONGARC_TILE(N)                                                                                          \
+    case N:                                                                                                      \
+        if constexpr (3 * N > 2 * TILE_ROWS && !ACROSS)                                                          \
+            if (ahead)                                                                                           \
+                return tile<N, VECS, MODE, ACROSS, true>(x, x_stride, panel, ahead, num_in, y, y_stride,         \
+                                                         num_columns);                                           \
+        return tile<N, VECS, MODE, ACROSS, false>(x, x_stride, panel, ahead, num_in, y, y_stride, num_columns)
     switch (rows) {
         LONGARC_TILE(1);
         LONGARC_TILE(2);
@@ -121,12 +128,29 @@ inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float*
                 const int rows = int(num_rows * (t + 1) / num_tiles - row);
                 const float* from = ACROSS ? x + row : x + row * x_stride;
                 float* to = y + row * y_stride + column;
+                // The last two of several tiles fetch the halves of the next panel, where a vector for each k is half.
+                const int64_t half = t - (last_tile - 2);
+                const float* ahead = nullptr;
+                if (half >= 0 && last_tile - first_tile > 2) ahead = panel + (PANEL + half * LANES) * num_in;
                 if (num_out - column <= LANES)
-                    tile_of<1, MODE, ACROSS>(rows, from, x_stride, panel, num_in, to, y_stride, num_out - column);
+                    tile_of<1, MODE, ACROSS>(rows, from, x_stride, panel, ahead, num_in, to, y_stride,
+                                             num_out - column);
                 else
-                    tile_of<2, MODE, ACROSS>(rows, from, x_stride, panel, num_in, to, y_stride, num_out - column);
+                    tile_of<2, MODE, ACROSS>(rows, from, x_stride, panel, ahead, num_in, to, y_stride,
+                                             num_out - column);
             }
         }
+    }
+}
+
+// Calls each(first, count) for stretches of rows, one stretch per thread.
+template <class Each>
+void for_rows(int64_t num_rows, int64_t num_threads, Each each) {
+    const int64_t num_parts = std::max<int64_t>(1, std::min(num_threads, num_rows / 16));
+#pragma omp parallel for num_threads(num_parts) schedule(static, 1) if (num_parts > 1)
+    for (int64_t part = 0; part < num_parts; part++) {
+        const int64_t first = num_rows * part / num_parts;
+        each(first, num_rows * (part + 1) / num_parts - first);
     }
 }
 

@@ -1,26 +1,10 @@
 // The C interface. Tensors are pointers to fp32 (indices: int64) in the layouts named in the headers; sizes and
 // strides count numbers. Nothing here allocates what it returns: the caller owns every buffer.
 
-#include "decode.h"
+#include "steps.h"
 #include "training.h"
-#include "vocabulary.h"
 
 using namespace longarc;
-
-namespace {
-
-// Calls each(first, count) for stretches of rows, one stretch per thread.
-template <class Each>
-void for_rows(int64_t num_rows, int64_t num_threads, Each each) {
-    const int64_t num_parts = std::max<int64_t>(1, std::min(num_threads, num_rows / 16));
-#pragma omp parallel for num_threads(num_parts) schedule(static, 1) if (num_parts > 1)
-    for (int64_t part = 0; part < num_parts; part++) {
-        const int64_t first = num_rows * part / num_parts;
-        each(first, num_rows * (part + 1) / num_parts - first);
-    }
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -170,10 +154,15 @@ void longarc_attention(const int64_t* runs, int64_t num_runs, const int64_t* key
                        float* stats, float* mass, int64_t num_threads) {
     const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
     const AttentionShape shape{num_heads, num_key_heads, dim, value_dim, topk, scale};
+    const AttentionInputs in{query, key, value, selected};
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
-    for (int64_t i = 0; i < num_runs; i++)
-        attention_run(shape, {query, key, value, selected}, all, all.run[i], out,
-                      reinterpret_cast<SoftmaxStats*>(stats), mass);
+    for (int64_t i = 0; i < num_runs; i++) {
+        SoftmaxStats* all_stats = reinterpret_cast<SoftmaxStats*>(stats);
+        if (value)
+            attention_run(shape, in, all, all.run[i], out, all_stats);
+        else
+            row_attention_run(shape, in, all, all.run[i], out, all_stats, mass);
+    }
 }
 
 void longarc_attention_backward(const int64_t* runs, int64_t num_runs, const int64_t* key_rows, int64_t num_heads,
@@ -183,12 +172,17 @@ void longarc_attention_backward(const int64_t* runs, int64_t num_runs, const int
                                 int64_t num_threads) {
     const Runs all{reinterpret_cast<const Run*>(runs), num_runs, key_rows};
     const AttentionShape shape{num_heads, num_key_heads, dim, value_dim, topk, scale};
+    const AttentionInputs in{query, key, value, selected};
     const auto trees = trees_of(all);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
     for (int64_t t = 0; t < int64_t(trees.size()); t++)
-        for (int64_t i : trees[t])
-            attention_backward_run(shape, {query, key, value, selected}, all, all.run[i], d_out,
-                                   reinterpret_cast<const SoftmaxStats*>(stats), d_query, d_key, d_value);
+        for (int64_t i : trees[t]) {
+            const SoftmaxStats* all_stats = reinterpret_cast<const SoftmaxStats*>(stats);
+            if (value)
+                attention_backward_run(shape, in, all, all.run[i], d_out, all_stats, d_query, d_key, d_value);
+            else
+                row_attention_backward_run(shape, in, all, all.run[i], d_out, all_stats, d_query, d_key);
+        }
 }
 
 // Log-probabilities of targets under softmax(hidden w^T / temperature); entropy may be null.
@@ -252,18 +246,8 @@ void longarc_sample(int64_t num_rows, int64_t vocab, float* logits, const float*
                     int64_t* tokens, float* logprobs, int64_t* is_finite, int64_t num_threads) {
     for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
         for (int64_t r = first; r < first + count; r++) {
-            float* row = logits + r * vocab;
-            is_finite[r] = is_finite_row(row, vocab);
-            tokens[r] = 0;
-            logprobs[r] = 0.0f;
-            if (!is_finite[r]) continue;
-            if (temperatures[r] == 0.0f) {
-                tokens[r] = std::max_element(row, row + vocab) - row;
-                continue;
-            }
-            const LogSum sum = log_sum_row(row, vocab, temperatures[r]);
-            tokens[r] = draw_row(row, vocab, sum.value, uniforms[r]);
-            logprobs[r] = row[tokens[r]] - sum.value;
+            const Drawn drawn = sample_row(logits + r * vocab, vocab, temperatures[r], uniforms[r]);
+            tokens[r] = drawn.token, logprobs[r] = drawn.logprob, is_finite[r] = drawn.is_finite;
         }
     });
 }
@@ -274,6 +258,18 @@ void longarc_llama_rows(const LlamaShape* shape, const LlamaLayer* layers, const
 
 void longarc_mla_rows(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, int64_t num_threads) {
     run_rows(*shape, layers, *rows, num_threads, mla_attention);
+}
+
+void longarc_llama_steps(const LlamaShape* shape, const LlamaLayer* layers, const Rows* rows, Steps* steps,
+                         int64_t num_threads) {
+    run_steps(*rows, shape->hidden, *steps, num_threads,
+              [&](const Rows& now) { run_rows(*shape, layers, now, num_threads, llama_attention); });
+}
+
+void longarc_mla_steps(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, Steps* steps,
+                       int64_t num_threads) {
+    run_steps(*rows, shape->hidden, *steps, num_threads,
+              [&](const Rows& now) { run_rows(*shape, layers, now, num_threads, mla_attention); });
 }
 
 }  // extern "C"

@@ -4,8 +4,8 @@
 // prompt and what continues it) are worked on in order by one thread, so that gradients add up in one order.
 #pragma once
 
-#include "attention.h"
 #include "gemm.h"
+#include "row_attention.h"
 
 namespace longarc {
 
@@ -62,10 +62,10 @@ inline void select_run(const SelectShape& shape, const Runs& runs, const Run& ru
 }
 
 // Queries [query][head][dim] over key heads; values are a table of their own, or (value == nullptr) the leading
-// value_dim columns of the keys.
+// value_dim columns of the keys, which then have one head.
 struct AttentionShape {
     int64_t num_heads, num_key_heads, dim, value_dim;
-    int64_t topk;  // keys per query in `selected`; 0 = dense
+    int64_t topk;  // keys per query in `selected`; 0 = dense; needs value == nullptr
     float scale;
 
     int64_t group() const { return num_heads / num_key_heads; }
@@ -83,15 +83,12 @@ struct GatheredHead {
     void gather(const AttentionShape& shape, const AttentionInputs& in, int64_t head, const int64_t* rows,
                 int64_t num) {
         keys.gather(in.key + head * shape.dim, shape.num_key_heads * shape.dim, rows, num, shape.dim);
-        if (in.value)
-            values.gather(in.value + head * shape.value_dim, shape.num_key_heads * shape.value_dim, rows, num,
-                          shape.value_dim);
+        values.gather(in.value + head * shape.value_dim, shape.num_key_heads * shape.value_dim, rows, num,
+                      shape.value_dim);
     }
 
-    const Gathered& value_side(const AttentionInputs& in) const { return in.value ? values : keys; }
-
-    Keys first(const AttentionShape& shape, const AttentionInputs& in, int64_t num) const {
-        return {keys.blocked.data(), shape.dim, value_side(in).rows.data(), value_side(in).stride, shape.value_dim, num};
+    Keys first(const AttentionShape& shape, int64_t num) const {
+        return {keys.blocked.data(), shape.dim, values.rows.data(), values.stride, shape.value_dim, num};
     }
 };
 
@@ -101,23 +98,60 @@ inline int64_t count_selected(const int64_t* rows, int64_t topk) {
     return count;
 }
 
-// out [query][head][value_dim], stats [query][head]; mass [query][topk] or nullptr sums probabilities over heads.
+// The keys of a query where values are in the keys: the selected rows, or those of the run up to itself.
+template <class Pointer>
+inline int64_t rows_seen(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs, const Run& run,
+                         int64_t index, Pointer table, int64_t stride, std::vector<Pointer>& rows) {
+    const int64_t query = run.first_query + index;
+    const int64_t* numbers = shape.topk ? in.selected + query * shape.topk : runs.key_rows + run.first_key;
+    const int64_t num = shape.topk ? count_selected(numbers, shape.topk) : run.first_position + index + 1;
+    if (int64_t(rows.size()) < num) rows.resize(num);
+    for (int64_t j = 0; j < num; j++) rows[j] = table + numbers[j] * stride;
+    return num;
+}
+
+// As attention_run, where values are in the keys; mass [query][topk] or nullptr sums probabilities over heads.
+inline void row_attention_run(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs, const Run& run,
+                              float* out, SoftmaxStats* stats, float* mass) {
+    thread_local std::vector<const float*> rows;
+    thread_local RowScratch scratch;
+    for (int64_t i = 0; i < run.num_queries; i++) {
+        const int64_t query = run.first_query + i, head = query * shape.num_heads;
+        const int64_t num = rows_seen(shape, in, runs, run, i, in.key, shape.dim, rows);
+        attend_rows(in.query + head * shape.dim, shape.scale, shape.num_heads,
+                    {rows.data(), shape.dim, shape.value_dim, num}, out + head * shape.value_dim, scratch,
+                    mass ? mass + query * shape.topk : nullptr, {});
+        std::copy(scratch.stats.begin(), scratch.stats.begin() + shape.num_heads, stats + head);
+    }
+}
+
+inline void row_attention_backward_run(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs,
+                                       const Run& run, const float* d_out, const SoftmaxStats* stats, float* d_query,
+                                       float* d_key) {
+    thread_local std::vector<const float*> rows;
+    thread_local std::vector<float*> d_rows;
+    thread_local RowScratch scratch;
+    for (int64_t i = 0; i < run.num_queries; i++) {
+        const int64_t query = run.first_query + i, head = query * shape.num_heads;
+        const int64_t num = rows_seen(shape, in, runs, run, i, in.key, shape.dim, rows);
+        rows_seen(shape, in, runs, run, i, d_key, round_up(shape.dim, LANES), d_rows);
+        attend_rows_backward(in.query + head * shape.dim, shape.scale, shape.num_heads,
+                             {rows.data(), shape.dim, shape.value_dim, num}, d_out + head * shape.value_dim,
+                             stats + head, d_query + head * shape.dim, d_rows.data(), scratch);
+    }
+}
+
+// Dense attention with values of their own: out [query][head][value_dim], stats [query][head].
 inline void attention_run(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs, const Run& run,
-                          float* out, SoftmaxStats* stats, float* mass) {
+                          float* out, SoftmaxStats* stats) {
     thread_local GatheredHead gathered;
     thread_local AttendScratch scratch;
     for (int64_t g = 0; g < shape.num_key_heads; g++) {
-        if (!shape.topk) gathered.gather(shape, in, g, runs.key_rows + run.first_key, run.num_keys());
+        gathered.gather(shape, in, g, runs.key_rows + run.first_key, run.num_keys());
         for (int64_t i = 0; i < run.num_queries; i++) {
             const int64_t query = run.first_query + i, head = query * shape.num_heads + g * shape.group();
-            int64_t num = run.first_position + i + 1;
-            if (shape.topk) {
-                const int64_t* rows = in.selected + query * shape.topk;
-                num = count_selected(rows, shape.topk);
-                gathered.gather(shape, in, g, rows, num);
-            }
-            attend(in.query + head * shape.dim, shape.scale, shape.group(), gathered.first(shape, in, num),
-                   out + head * shape.value_dim, scratch, mass ? mass + query * shape.topk : nullptr);
+            attend(in.query + head * shape.dim, shape.scale, shape.group(),
+                   gathered.first(shape, run.first_position + i + 1), out + head * shape.value_dim, scratch);
             std::copy(scratch.stats.begin(), scratch.stats.begin() + shape.group(), stats + head);
         }
     }
@@ -153,17 +187,17 @@ inline void add_outer(const float* coefficients, int64_t coefficient_stride, con
 
 // Gradient of up to GROUP heads of one query; s.q holds the scaled, padded query and s.d_out the padded gradient.
 template <int HEADS>
-inline void heads_backward(const AttentionShape& shape, const AttentionInputs& in, const GatheredHead& gathered,
+inline void heads_backward(const AttentionShape& shape, const GatheredHead& gathered,
                            int64_t num, const SoftmaxStats* stats, float* d_query, const GradientRows& d_keys,
                            const GradientRows& d_values, BackwardScratch& s) {
     const int64_t stride = scores_stride(num);
-    const Gathered &keys = gathered.keys, &values = gathered.value_side(in);
+    const Gathered &keys = gathered.keys, &values = gathered.values;
     if (int64_t(s.weights.size()) < GROUP * stride) {
         s.weights.resize(GROUP * stride);
         s.d_scores.resize(GROUP * stride);
     }
     float *weights = s.weights.data(), *d_scores = s.d_scores.data();
-    const int64_t value_block = (in.value ? shape.value_dim : shape.dim) * LANES;
+    const int64_t value_block = shape.value_dim * LANES;
     scores_of<HEADS>(s.q.data(), keys.stride, keys.blocked.data(), shape.dim * LANES, shape.dim, num, weights, stride);
     scores_of<HEADS>(s.d_out.data(), values.stride, values.blocked.data(), value_block, shape.value_dim, num, d_scores,
                      stride);
@@ -201,7 +235,7 @@ inline void heads_backward(const AttentionShape& shape, const AttentionInputs& i
 inline void query_backward(const AttentionShape& shape, const AttentionInputs& in, const GatheredHead& gathered,
                            int64_t head, int64_t num, const float* d_out, const SoftmaxStats* stats, float* d_query,
                            const GradientRows& d_keys, const GradientRows& d_values, BackwardScratch& s) {
-    const int64_t q_stride = gathered.keys.stride, v_stride = gathered.value_side(in).stride;
+    const int64_t q_stride = gathered.keys.stride, v_stride = gathered.values.stride;
     for (int64_t h = 0; h < shape.group(); h += GROUP) {
         const int64_t heads = std::min<int64_t>(GROUP, shape.group() - h), at = head + h;
         s.q.assign(GROUP * q_stride, 0.0f);
@@ -214,36 +248,30 @@ inline void query_backward(const AttentionShape& shape, const AttentionInputs& i
         }
         float* dq = d_query + at * shape.dim;
         switch (heads) {
-            case 1: heads_backward<1>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s); break;
-            case 2: heads_backward<2>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s); break;
-            case 3: heads_backward<3>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s); break;
-            default: heads_backward<4>(shape, in, gathered, num, stats + at, dq, d_keys, d_values, s);
+            case 1: heads_backward<1>(shape, gathered, num, stats + at, dq, d_keys, d_values, s); break;
+            case 2: heads_backward<2>(shape, gathered, num, stats + at, dq, d_keys, d_values, s); break;
+            case 3: heads_backward<3>(shape, gathered, num, stats + at, dq, d_keys, d_values, s); break;
+            default: heads_backward<4>(shape, gathered, num, stats + at, dq, d_keys, d_values, s);
         }
     }
 }
 
-// Sets d_query; adds to d_key and d_value, [row][head][padded width]; d_value is nullptr where values are in the keys.
+// Sets d_query; adds to d_key and d_value, [row][head][padded width].
 inline void attention_backward_run(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs,
                                    const Run& run, const float* d_out, const SoftmaxStats* stats, float* d_query,
                                    float* d_key, float* d_value) {
     thread_local GatheredHead gathered;
     thread_local BackwardScratch s;
     const int64_t key_width = round_up(shape.dim, LANES), value_width = round_up(shape.value_dim, LANES);
+    const int64_t* rows = runs.key_rows + run.first_key;
     for (int64_t g = 0; g < shape.num_key_heads; g++) {
-        const int64_t* rows = runs.key_rows + run.first_key;
-        if (!shape.topk) gathered.gather(shape, in, g, rows, run.num_keys());
+        gathered.gather(shape, in, g, rows, run.num_keys());
+        const GradientRows d_keys{d_key + g * key_width, shape.num_key_heads * key_width, rows};
+        const GradientRows d_values{d_value + g * value_width, shape.num_key_heads * value_width, rows};
         for (int64_t i = 0; i < run.num_queries; i++) {
             const int64_t query = run.first_query + i, head = query * shape.num_heads + g * shape.group();
-            int64_t num = run.first_position + i + 1;
-            if (shape.topk) {
-                rows = in.selected + query * shape.topk;
-                num = count_selected(rows, shape.topk);
-                gathered.gather(shape, in, g, rows, num);
-            }
-            const GradientRows d_keys{d_key + g * key_width, shape.num_key_heads * key_width, rows};
-            // A value that is the head of its key leaves its gradient there.
-            const GradientRows d_values = in.value ? GradientRows{d_value + g * value_width, shape.num_key_heads * value_width, rows} : d_keys;
-            query_backward(shape, in, gathered, head, num, d_out, stats, d_query, d_keys, d_values, s);
+            query_backward(shape, in, gathered, head, run.first_position + i + 1, d_out, stats, d_query, d_keys,
+                           d_values, s);
         }
     }
 }

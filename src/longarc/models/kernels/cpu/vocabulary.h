@@ -98,4 +98,19 @@ inline bool is_finite_row(const float* logits, int64_t width) {
     return sum_lanes(bad) == 0.0f;
 }
 
+struct Drawn {
+    int64_t token;
+    float logprob;
+    bool is_finite;
+};
+
+// Draws a token from one row of logits, which is divided by the temperature in place; temperature 0 takes the maximum.
+inline Drawn sample_row(float* logits, int64_t vocab, float temperature, double uniform) {
+    if (!is_finite_row(logits, vocab)) return {0, 0.0f, false};
+    if (temperature == 0.0f) return {std::max_element(logits, logits + vocab) - logits, 0.0f, true};
+    const LogSum sum = log_sum_row(logits, vocab, temperature);
+    const int64_t token = draw_row(logits, vocab, sum.value, uniform);
+    return {token, logits[token] - sum.value, true};
+}
+
 }  // namespace longarc

@@ -1,0 +1,58 @@
+"""Decode steps of running requests: many in one native call where that is possible, else one.
+
+Shape letters: S steps, B requests.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from longarc.engine.request import Request
+from longarc.engine.sampler import is_plain, sample, uniforms
+from longarc.models.cache import SlotCache
+from longarc.models.decoder_base import Decoder
+from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.steps import Drawn, Draws, Interrupt
+
+
+def decode(
+    model: Decoder,
+    cache: SlotCache,
+    requests: Sequence[Request],
+    *,
+    attention: Literal["dense", "sparse"],
+    max_steps: int,
+    interrupt: Interrupt,
+) -> Drawn:
+    """Append to each request its last token and draw what follows, for one or more steps.
+
+    No step follows one in which a request ends or a piece of it is due, so all steps have the same rows.
+    Slots and requests are left as they are.
+    """
+    slots = [request.used_slot() for request in requests]
+    indices = [slot.index for slot in slots]
+    starts = [slot.length for slot in slots]
+    samplings = [request.sampling for request in requests]
+    seeds = [request.seed for request in requests]
+    positions = [request.num_sampled for request in requests]
+    tokens_B = torch.tensor([request.last_token for request in requests])
+    if isinstance(cache, NativeDecoder) and is_plain(samplings):
+        num_steps = min(max_steps, *(request.num_until_handover for request in requests))
+        positions_SB = np.asarray(positions)[None, :] + np.arange(num_steps)[:, None]
+        draws = Draws(
+            temperatures=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
+            uniforms=torch.from_numpy(uniforms(seeds, positions_SB)),
+            stop_ids=[s.stop_ids for s in samplings],
+        )
+        return cache.steps(
+            tokens_B, indices, starts, draws, interrupt, is_sparse=attention == "sparse"
+        )
+    hidden = model.extend(
+        tokens_B, indices, starts, [1] * len(requests), cache, attention=attention
+    )
+    tokens, logprobs, is_finite = sample(
+        model.logits(hidden, cache), samplings, seeds=seeds, positions=positions
+    )
+    return Drawn(tokens[None], logprobs[None], is_finite)
