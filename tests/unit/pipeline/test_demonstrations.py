@@ -41,7 +41,9 @@ def test_a_stage_that_shows_an_unknown_family_is_refused():
 
 
 def test_text_comes_every_nth_step_and_misses_none_of_its_own():
-    steps = interleaved(lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=3)
+    steps = interleaved(
+        lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=3
+    )
     assert [steps(i) for i in range(7)] == [
         ["text 0"],
         ["demo 1"],
@@ -51,5 +53,7 @@ def test_text_comes_every_nth_step_and_misses_none_of_its_own():
         ["demo 5"],
         ["text 2"],
     ]
-    both = interleaved(lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=1)
+    both = interleaved(
+        lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=1
+    )
     assert both(5) == ["text 5", "demo 5"]

@@ -340,7 +340,9 @@ def simulated(command: str, files: Mapping[str, str]) -> str:
             return "\n".join(sorted(named))
         case ["grep", "-rh", pattern, "*"]:
             start = pattern.removeprefix("^")
-            return "\n".join(line for path in sorted(files) for line in _lines_with(files[path], start))
+            return "\n".join(
+                line for path in sorted(files) for line in _lines_with(files[path], start)
+            )
         case _:
             raise ConfigError(f"the expert of files does not know the command {command!r}")
 

@@ -147,6 +147,4 @@ def _code(rng: random.Random) -> str:
 
 
 def _text(rng: random.Random) -> str:
-    return (
-        f"the {rng.choice(OTHER_WORDS)} {rng.choice(_VERBS)} the {rng.choice(OTHER_WORDS)} {rng.choice(_ENDS)}"
-    )
+    return f"the {rng.choice(OTHER_WORDS)} {rng.choice(_VERBS)} the {rng.choice(OTHER_WORDS)} {rng.choice(_ENDS)}"

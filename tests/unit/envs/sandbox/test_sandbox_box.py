@@ -144,7 +144,9 @@ async def test_nothing_is_left_of_a_closed_box(box, processes_with):
     await bash(box, f"setsid -f sleep {marker}; trap '' TERM HUP; nohup sleep {marker} & true")
     mounts = len(Path("/proc/self/mounts").read_text().split("\n"))
     async with asyncio.timeout(20):
-        while len(processes_with(marker)) < 2:  # the shell returns between their fork and their exec
+        while (
+            len(processes_with(marker)) < 2
+        ):  # the shell returns between their fork and their exec
             await asyncio.sleep(0.01)
     await box.close()
     await box.close()

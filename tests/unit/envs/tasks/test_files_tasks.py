@@ -79,7 +79,9 @@ def test_exactly_the_mistakes_are_untrained_and_each_is_followed_by_the_right_st
 def test_the_short_cut_is_shown_with_its_share_and_is_right_where_it_is_shown():
     family = Files(expert_shortcut_frac=0.4)
     demos = [family.demonstration(index) for index in range(300)]
-    short = [d for d in demos if d.messages[1].tool_calls[0].arguments["command"].startswith("grep -rh")]
+    short = [
+        d for d in demos if d.messages[1].tool_calls[0].arguments["command"].startswith("grep -rh")
+    ]
     assert 90 < len(short) < 150
     for demo in short:
         _, _, printed, answer = demo.messages

@@ -37,7 +37,10 @@ def test_direct_answers_are_shown_with_their_share_and_are_the_same_answers():
     thinks, mixed = Reasoning(), Reasoning(expert_direct_frac=0.4)
     num_direct = 0
     for index in range(300):
-        (_, worked), (_, other) = thinks.demonstration(index).messages, mixed.demonstration(index).messages
+        (_, worked), (_, other) = (
+            thinks.demonstration(index).messages,
+            mixed.demonstration(index).messages,
+        )
         assert other.content == worked.content
         assert other.reasoning in ("pass", worked.reasoning)
         num_direct += other.reasoning == "pass"
