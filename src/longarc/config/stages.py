@@ -65,7 +65,7 @@ class TaskShare(Settings):
 class DemonstrationsConfig(Settings):
     """Expert conversations among the text of a stage (multitask instruction pre-training, GLM-130B)."""
 
-    tasks: dict[str, TaskShare]
+    tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families and their shares of the conversations."""
     conversations_per_step: int = Field(16, ge=1)
     """Demonstrations in each optimizer step, beside its text [conversations]."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from longarc.config.stages import DsaConfig, MidtrainConfig, PretrainConfig, TaskShare
-from longarc.data.sft import Expert, ExpertShare, conversation_document, conversations
-from longarc.errors import ConfigError
+from longarc.data.sft import ExpertShare, conversation_document, conversations
+from longarc.pipeline.preflight import expert
 from longarc.pipeline.supervised import Documents
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
@@ -20,15 +20,10 @@ def experts_of(
     Raises:
         ConfigError: a family has nothing to imitate.
     """
-    experts: dict[str, ExpertShare] = {}
-    for name, family in workspace.families(tasks).items():
-        if not isinstance(family, Expert):
-            raise ConfigError(
-                f"stage {stage!r}: family {name!r} has no demonstration(index, error_frac=...) to imitate; "
-                f"remove it from the stage's tasks or add the method"
-            )
-        experts[name] = ExpertShare(expert=family, share_frac=tasks[name].share_frac)
-    return experts
+    return {
+        name: ExpertShare(expert=expert(stage, name, family), share_frac=tasks[name].share_frac)
+        for name, family in workspace.families(tasks).items()
+    }
 
 
 def text_and_demonstrations(

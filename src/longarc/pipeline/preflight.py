@@ -4,6 +4,7 @@ An hour of training is a bad moment to learn that the loss of the next stage is 
 """
 
 import inspect
+import os
 from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
@@ -11,7 +12,7 @@ from longarc.config.load_object import load_object
 from longarc.config.recipe import Recipe
 from longarc.config.stages import DistillConfig, EvalConfig, LossConfig, RlConfig, SftConfig
 from longarc.data.sft import Expert
-from longarc.errors import ConfigError
+from longarc.errors import ConfigError, ResourceError
 from longarc.pipeline.workspace import check_fits, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -27,7 +28,9 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
         ConfigError: an import path, or a family's or a loss's settings are wrong, or the tokenizer
             is missing or does not fit the model.
         CheckpointError: the tokenizer is damaged.
+        ResourceError: the machine has fewer cores than the recipe uses at once.
     """
+    _check_cores(recipe)
     if is_new and recipe.tokenizer.path is not None:
         _check_tokenizer(recipe, Path(recipe.tokenizer.path))
     for name, stage in recipe.stages.items():
@@ -36,6 +39,9 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
                 family = task_family(recipe, family_name, share)
                 if isinstance(stage, SftConfig):
                     expert(name, family_name, family)
+        elif stage.demonstrations is not None:
+            for family_name, share in stage.demonstrations.tasks.items():
+                expert(name, family_name, task_family(recipe, family_name, share))
         if isinstance(stage, RlConfig | DistillConfig):
             _check_loss(name, stage.loss)
 
@@ -52,6 +58,25 @@ def expert(stage: str, family_name: str, family: object) -> Expert:
             f"imitate; remove it from the stage's tasks or add the method"
         )
     return family
+
+
+def _check_cores(recipe: Recipe) -> None:
+    """Refuse more compute threads than cores: two threads on one core are many times slower than one."""
+    cores = len(os.sched_getaffinity(0))
+    wanted = {"threads": recipe.threads}
+    if any(
+        isinstance(stage, RlConfig | DistillConfig) and stage.trainer_process
+        for stage in recipe.stages.values()
+    ):
+        wanted["engine.num_threads + trainer_threads"] = (
+            recipe.engine.num_threads + recipe.trainer_threads
+        )
+    for what, number in wanted.items():
+        if number > cores:
+            raise ResourceError(
+                f"{what} = {number}, but this process may use {cores} core(s); lower it, for example with "
+                f"--set threads=1, or give the run more cores"
+            )
 
 
 def _check_tokenizer(recipe: Recipe, path: Path) -> None:

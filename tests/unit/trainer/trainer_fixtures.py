@@ -1,6 +1,10 @@
 """Small models and batches for the trainer's tests."""
 
+import os
 import random
+import signal
+import time
+from pathlib import Path
 
 import torch
 
@@ -117,3 +121,20 @@ def random_batch(*, seed=0, num_groups=2, group_size=4, step=0, version=0, famil
             )
         groups.append(make_group(members, name=f"g{g}"))
     return make_batch(groups, step=step, version=version)
+
+
+def ends_soon(pid):
+    """Say whether a process ends within ten seconds; kill it if it does not."""
+    for _ in range(200):
+        if not _is_running(pid):
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def _is_running(pid):
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False

@@ -66,6 +66,7 @@ _INDEX_BITS: Final = 48
 _NO_THOUGHT: Final = "pass"
 """An empty thought would be the other mode, in which the policy is not asked to think."""
 _SUMS_PER_DRILL: Final = 12
+_FEWEST_TERMS_BESIDE_DRILLS: Final = 3
 _RUNNING_SUMS: Final = (-9, 18)
 """What the running results of three one-digit terms lie between, all but a few."""
 
@@ -88,8 +89,9 @@ class ReasoningSettings(FamilySettings):
     """Share of demonstrations that pass over the thinking and answer at once. Whether working pays differs
     between families; a policy that imitates both leaves RL to find out."""
     expert_drill_frac: Frac = 0.0
-    """Share of demonstrations that drill single sums, ``_SUMS_PER_DRILL`` in one conversation: the facts that
-    worked sums are made of, at a tenth of their tokens."""
+    """Share of demonstrations that drill single sums, a dozen in one conversation: the facts that worked sums
+    are made of, at a tenth of their tokens. Only where ``chain_sum`` has three terms or more, because a
+    drilled sum of two could be a held-out task."""
     is_partial: bool = False
     """Whether a reward between 0 and 1 that reasoning-gym gives counts as it is, or as 0."""
 
@@ -150,6 +152,7 @@ class Reasoning:
         stray = sorted(set(expert) - set(tasks))
         if stray:
             raise ConfigError(f"expert_families {stray} are not among families {sorted(tasks)}")
+        self._check_drills()
         self._datasets: Mapping[str, Dataset] = {
             name: _dataset(name, {**_TASK_SETTINGS[name], **own}) for name, own in tasks.items()
         }
@@ -160,6 +163,19 @@ class Reasoning:
             )
             for name, own in tasks.items()
         }
+
+    def _check_drills(self) -> None:
+        if self.settings.expert_drill_frac == 0:
+            return
+        sums = self.settings.families.get("chain_sum")
+        fewest = None if sums is None else {**_TASK_SETTINGS["chain_sum"], **sums}["min_terms"]
+        if fewest is None or fewest < _FEWEST_TERMS_BESIDE_DRILLS:
+            found = "there is no chain_sum" if fewest is None else f"its min_terms is {fewest}"
+            raise ConfigError(
+                f"expert_drill_frac={self.settings.expert_drill_frac} needs a family chain_sum of at least "
+                f"{_FEWEST_TERMS_BESIDE_DRILLS} terms, so that no drilled sum is a held-out task, but "
+                f"{found}; raise min_terms or set expert_drill_frac to 0"
+            )
 
     def tasks(self, split: str, *, cursor: int) -> Iterator[Task]:
         """Yield tasks from ``cursor`` on, the families in turn; ``train`` never ends."""

@@ -61,6 +61,18 @@ def test_drills_are_shown_with_their_share_and_every_sum_of_them_is_true():
             assert int(result) == int(left) + int(f"{operator}{right}")
 
 
+@pytest.mark.parametrize(
+    ("families", "found"),
+    [
+        ({"number_sorting": {}}, "no chain_sum"),
+        ({"chain_sum": {"min_terms": 2}}, "min_terms is 2"),
+    ],
+)
+def test_drills_that_could_give_away_held_out_tasks_are_refused(families, found):
+    with pytest.raises(ConfigError, match=found):
+        Reasoning(families=families, expert_drill_frac=0.1)
+
+
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_running_sums_are_true_line_by_line_and_end_in_the_answer(digits):
     settings = {"min_digits": digits, "max_digits": digits, "allow_negation": False}

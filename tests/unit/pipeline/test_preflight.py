@@ -1,0 +1,54 @@
+"""What would stop a later stage is found before the first one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
+from longarc.errors import ConfigError, ResourceError
+from longarc.pipeline.preflight import check_recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+def recipe(name, *overrides):
+    return load_settings(Recipe, RECIPES / f"{name}.toml", overrides=list(overrides))
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_the_recipes_fit_a_machine_of_two_cores():
+    check_recipe(recipe("quickstart"), is_new=True)
+    check_recipe(recipe("smoke"), is_new=True)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("threads=64", "threads = 64, but this process may use 2"),
+        ("trainer_threads=2", "trainer_threads = 3, but this process may use 2"),
+    ],
+)
+def test_more_threads_than_cores_are_refused(override, said):
+    with pytest.raises(ResourceError, match=said):
+        check_recipe(recipe("quickstart", override), is_new=True)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_family_of_a_text_stage_is_looked_at_before_the_run():
+    settings = "{settings={no_such_setting=1}}"
+    wrong = f"stages.midtrain.demonstrations.tasks.format={settings}"
+    with pytest.raises(ConfigError, match="no_such_setting"):
+        check_recipe(recipe("quickstart", wrong), is_new=True)
+
+
+def test_demonstrations_of_nothing_are_refused():
+    with pytest.raises(ConfigError, match=r"demonstrations\.tasks"):
+        recipe("quickstart", "stages.midtrain.demonstrations={tasks={}}")
