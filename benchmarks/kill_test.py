@@ -28,6 +28,7 @@ from longarc.runs.checkpoint import file_sha256
 from longarc.runs.directory import RunDirectory
 
 SUPERVISED = ("pretrain", "midtrain", "dsa", "sft")
+NUM_PROCESSES = 2
 
 
 def start(recipe: Path, run_dir: Path) -> "subprocess.Popen[bytes]":
@@ -43,6 +44,9 @@ def start(recipe: Path, run_dir: Path) -> "subprocess.Popen[bytes]":
     ]
     if (run_dir / "recipe.json").exists():
         command.append("--resume")
+    else:
+        # The recipe runs on one core; with two, supervised stages have a second process to lose.
+        command += ["--set", f"threads={NUM_PROCESSES}"]
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
