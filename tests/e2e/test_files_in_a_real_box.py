@@ -40,6 +40,23 @@ async def test_the_expert_follows_every_trail_and_reads_what_its_demonstrations_
         assert (await family.grade(task, episode)).value == 1.0
 
 
+@pytest.mark.parametrize("look", ["grep -rh ^code: *", "grep -rl ^code: *", "grep -rl ^"])
+async def test_the_order_of_a_listing_does_not_give_the_code_away(sandboxes, look):
+    family = Files()
+    num_tasks, ends = 80, {"first": 0, "last": 0}
+    for task in islice(family.tasks("test", cursor=0), num_tasks):
+        env = family.open(task, sandboxes=sandboxes, seed=0)
+        episode = await env.run(ScriptedPolicy([bash(look)]))
+        (shown,) = [m.content for m in episode.messages if m.role is Role.TOOL]
+        files, right = task.data["files"], f"code: {task.data['code']}"
+        lines = shown.splitlines()
+        assert len(lines) >= 3
+        for end, line in (("first", lines[0]), ("last", lines[-1])):
+            ends[end] += right in files.get(line, line)
+    # By chance one in four of the listed codes, one in ten of all files; made in trail order, three in four.
+    assert max(ends.values()) < 0.45 * num_tasks, ends
+
+
 async def test_mistakes_read_as_demonstrations_show_them(sandboxes):
     family = Files()
     task = next(family.tasks("test", cursor=0))

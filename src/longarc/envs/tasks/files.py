@@ -240,7 +240,10 @@ class Files:
             )
             has_id = rng.random() < 0.3
             files[path] = f"id={ids.pop()}\n{text}\n" if has_id else f"{text}\n"
-        return Trail(pointer=pointer, files=files, steps=steps, code=code, num_hops=num_hops)
+        # By name, because tools list files in the order in which they were made: made from the code back to
+        # the start, the last file that `grep -r` prints is the one with the code, and RL finds that out.
+        by_name = dict(sorted(files.items()))
+        return Trail(pointer=pointer, files=by_name, steps=steps, code=code, num_hops=num_hops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
