@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from longarc.config.stages import DsaConfig, MidtrainConfig, PretrainConfig, TaskShare
+from longarc.config.recipe import Recipe
+from longarc.config.stages import (
+    DsaConfig,
+    MidtrainConfig,
+    PretrainConfig,
+    SftConfig,
+    TaskShare,
+)
 from longarc.data.sft import ExpertShare, conversation_document, conversations
 from longarc.pipeline.preflight import expert
 from longarc.pipeline.supervised import Documents
@@ -50,6 +57,7 @@ def text_and_demonstrations(
         conversations_per_step=config.demonstrations.conversations_per_step,
         error_frac=config.demonstrations.error_frac,
         max_tokens=config.micro_batch_tokens,
+        first=num_shown_before(workspace.recipe, stage),
         seed=seed,
     )
     return interleaved(text, shown, text_every_steps=config.demonstrations.text_every_steps)
@@ -67,6 +75,22 @@ def interleaved(text: Documents, shown: Documents, *, text_every_steps: int) -> 
     )
 
 
+def num_shown_before(recipe: Recipe, stage: str) -> int:
+    """Return how many demonstrations the stages before ``stage`` use at most, so that it shows none again."""
+    total = 0
+    for name, config in recipe.stages.items():
+        if name == stage:
+            break
+        match config:
+            case SftConfig():
+                total += config.num_steps * config.conversations_per_step
+            case PretrainConfig() | MidtrainConfig() | DsaConfig() if config.demonstrations:
+                warmup = config.warmup_steps if isinstance(config, DsaConfig) else 0
+                steps = config.num_steps + warmup
+                total += steps * config.demonstrations.conversations_per_step
+    return total
+
+
 class StepConversations:
     """The rendered demonstrations of each step, by step; going back costs a new start."""
 
@@ -78,6 +102,7 @@ class StepConversations:
         conversations_per_step: int,
         error_frac: float,
         max_tokens: int,
+        first: int = 0,
         seed: int,
     ) -> None:
         """Keep the experts.
@@ -88,6 +113,7 @@ class StepConversations:
             conversations_per_step: demonstrations in one optimizer step.
             error_frac: share of them with an error and its correction.
             max_tokens: a longer demonstration is an error [tokens].
+            first: number of the first demonstration, behind those of earlier stages.
             seed: of the mixture.
         """
         self._experts = experts
@@ -95,6 +121,7 @@ class StepConversations:
         self._per_step = conversations_per_step
         self._error_frac = error_frac
         self._max_tokens = max_tokens
+        self._first = first
         self._seed = seed
 
     def __call__(self, step: int) -> Sequence[Document]:
@@ -104,7 +131,7 @@ class StepConversations:
     def _read(self, step: int) -> Iterator[Document]:
         stream = conversations(
             self._experts,
-            cursor=step * self._per_step,
+            cursor=self._first + step * self._per_step,
             error_frac=self._error_frac,
             seed=self._seed,
         )

@@ -1,7 +1,7 @@
 """Stage ``sft``: imitate experts; their mistakes stay in context and are not imitated."""
 
 from longarc.config.stages import SftConfig
-from longarc.pipeline.demonstrations import StepConversations, experts_of
+from longarc.pipeline.demonstrations import StepConversations, experts_of, num_shown_before
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.trainer.supervised import SupervisedSettings
@@ -32,6 +32,7 @@ async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
             conversations_per_step=config.conversations_per_step,
             error_frac=config.error_frac,
             max_tokens=config.micro_batch_tokens,
+            first=num_shown_before(workspace.recipe, stage),
             seed=workspace.recipe.seed,
         ),
     )

@@ -7,20 +7,24 @@ from longarc.config.recipe import Recipe
 from longarc.data.sft import ExpertShare
 from longarc.envs.tasks.format import Format
 from longarc.errors import ConfigError
-from longarc.pipeline.demonstrations import StepConversations, interleaved
+from longarc.pipeline.demonstrations import StepConversations, interleaved, num_shown_before
 from longarc.tokens.glm import GlmFormat
 from token_samples import small_tokenizer
 
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
 
 
-def conversations(seed=0):
+QUICKSTART = SMOKE.with_name("quickstart.toml")
+
+
+def conversations(seed=0, first=0):
     return StepConversations(
         {"format": ExpertShare(expert=Format())},
         GlmFormat(small_tokenizer()),
         conversations_per_step=3,
         error_frac=0.0,
         max_tokens=500,
+        first=first,
         seed=seed,
     )
 
@@ -57,3 +61,17 @@ def test_text_comes_every_nth_step_and_misses_none_of_its_own():
         lambda step: [f"text {step}"], lambda step: [f"demo {step}"], text_every_steps=1
     )
     assert both(5) == ["text 5", "demo 5"]
+
+
+def test_no_stage_shows_what_an_earlier_one_showed():
+    recipe = load_settings(Recipe, QUICKSTART)
+    starts = [num_shown_before(recipe, stage) for stage in ("pretrain", "midtrain", "dsa", "sft")]
+    midtrain, dsa = recipe.stages["midtrain"], recipe.stages["dsa"]
+    shown = [
+        0,
+        midtrain.num_steps * midtrain.demonstrations.conversations_per_step,
+        (dsa.warmup_steps + dsa.num_steps) * dsa.demonstrations.conversations_per_step,
+    ]
+    assert starts == [0, 0, shown[1], shown[1] + shown[2]]
+    early, late = conversations(), conversations(first=6)
+    assert late(0) == early(2)
