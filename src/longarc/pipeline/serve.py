@@ -133,15 +133,17 @@ class _ServedSessions:
 
     async def _record(self, session_id: str, session: GatewaySession) -> None:
         started_at_s = self._opened_at_s.pop(session_id)
-        segments = session.segments()
+        segments, num_turns = session.segments(), session.num_turns
         await session.close()
         if segments:
-            trajectory = _served_trajectory(session_id, segments, started_at_s=started_at_s)
+            trajectory = _served_trajectory(
+                session_id, segments, num_turns=num_turns, started_at_s=started_at_s
+            )
             self.ledger.complete(trajectory, disposition=Disposition.SERVED)
 
 
 def _served_trajectory(
-    session_id: str, segments: Iterable[Segment], *, started_at_s: float
+    session_id: str, segments: Iterable[Segment], *, num_turns: int, started_at_s: float
 ) -> Trajectory:
     kept = tuple(segments)
     return Trajectory(
@@ -156,7 +158,7 @@ def _served_trajectory(
         segments=kept,
         messages=(),
         tools=(),
-        num_turns=0,
+        num_turns=num_turns,
         difficulty=0.0,
         started_at_s=started_at_s,
         duration_s=time.time() - started_at_s,
