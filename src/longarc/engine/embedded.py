@@ -123,6 +123,9 @@ class EmbeddedEngine:
             self._driver = None
         self._fail_all(self._failure)
         self._pool.shutdown(wait=True)
+        # Now and not when the garbage collector comes by: it can be gigabytes, and another engine may follow.
+        with contextlib.suppress(AttributeError):  # closed before
+            del self._cache
 
     # The Engine port -------------------------------------------------------------------------
 

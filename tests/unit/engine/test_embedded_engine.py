@@ -1,4 +1,6 @@
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -211,6 +213,20 @@ async def test_closing_ends_what_runs_with_an_error():
     with pytest.raises(EngineError, match="closed"):
         async for _ in stream:
             pass
+
+
+async def test_closing_gives_the_memory_of_the_cache_back_at_once():
+    engine = make_engine()
+    gc.disable()  # it is not to be waited for
+    try:
+        async with engine:
+            cache = weakref.ref(engine._cache)
+            async for _ in engine.stream([1, 2, 3], Sampling(max_new_tokens=4), session_id="s"):
+                pass
+        assert cache() is None
+        await engine.close()
+    finally:
+        gc.enable()
 
 
 async def test_scoring_gives_the_logprob_of_each_token():
