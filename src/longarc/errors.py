@@ -78,3 +78,11 @@ def boundary(error: type[LongArcError], doing: str) -> Iterator[None]:
         raise
     except Exception as cause:
         raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause
+
+
+def first_of(group: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of a group, with a note about the others."""
+    first, *others = group.exceptions
+    for other in others:
+        first.add_note(f"Another task failed as well: {type(other).__name__}: {other}")
+    return first_of(first) if isinstance(first, ExceptionGroup) else first

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from longarc.config.orchestrator import RolloutLoopConfig
-from longarc.errors import ContractError
+from longarc.errors import ContractError, first_of
 from longarc.orchestrator.groups import Fate, Settled
 from longarc.orchestrator.inflight import choose
 from longarc.orchestrator.metrics import Tally
@@ -78,7 +78,7 @@ async def run_stage(
     try:
         await loop.run(on_step=on_step, stop=stop)
     except ExceptionGroup as group:
-        failure = _first(group)
+        failure = first_of(group)
     if failure is not None:
         raise failure
     return StageResult(
@@ -223,11 +223,3 @@ def _check(report: StepReport, batch: Batch) -> None:
             f"{batch.trainer_version} with step {report.step}, version {report.policy_version}. A step "
             f"adds at most one version; check that this trainer serves no other stage."
         )
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """Return the first error of a group, with a note about the others."""
-    first, *others = group.exceptions
-    for other in others:
-        first.add_note(f"Another task failed as well: {type(other).__name__}: {other}")
-    return _first(first) if isinstance(first, ExceptionGroup) else first

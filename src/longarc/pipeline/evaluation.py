@@ -5,7 +5,8 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,15 @@ from typing import Any
 import orjson
 
 from longarc.config.stages import EvalConfig
-from longarc.errors import ContractError
+from longarc.errors import ContractError, first_of
 from longarc.orchestrator.rollout import RolloutSpec, run_rollout
 from longarc.pipeline.rl import Serving, sampling_of, serving
-from longarc.pipeline.workspace import Interrupted, Workspace
+from longarc.pipeline.workspace import Workspace
 from longarc.records.metric import Metric
 from longarc.records.outcome import Disposition
 from longarc.records.ports import TaskFamily
 from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
-from longarc.runs.checkpoint import read_manifest
 from longarc.runs.files import json_document, write_atomically
 
 MAX_LEVELS = 8
@@ -67,36 +67,161 @@ async def evaluate(
     """
     directory = workspace.run.stage(name).path
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / RESULTS_FILE
-    results = _results_so_far(path)
-    done = {(cell["stage"], cell["family"], cell["num_tasks"]) for cell in results["cells"]}
-    wanted = [(s, f) for s in stages for f in families if (s, f, num_tasks) not in done]
-    position = len(stages) * len(families) - len(wanted)
-    built = workspace.families(config.tasks)
-    for stage in stages:
-        missing = [family for s, family in wanted if s == stage]
-        if not missing:
-            continue
-        checkpoint = workspace.final(stage)
-        version = read_manifest(checkpoint).policy_version
-        loaded = workspace.load(checkpoint)
-        async with serving(
-            workspace,
-            loaded,
-            config.rollout,
-            policy_version=version,
-            num_threads=workspace.recipe.engine.num_threads,
-        ) as serve:
-            for family in missing:
-                cell, metrics = await _cell(
-                    workspace, name, config, serve, stage, built[family], family, num_tasks, version
+    matrix = _Matrix(directory / RESULTS_FILE, stages, families, num_tasks)
+    evaluation = _Evaluation(workspace, name, config, matrix, workspace.families(config.tasks))
+    # A checkpoint on each core: half of an evaluation is prefill, which one core computes as fast as two.
+    cores = asyncio.Semaphore(workspace.recipe.threads)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for stage in matrix.missing_stages():
+                group.create_task(evaluation.fill_row(stage, cores))
+    except ExceptionGroup as failures:
+        raise first_of(failures) from None
+    workspace.check_stop()
+    return matrix.path
+
+
+class _Matrix:
+    """The file of results: cells in the order of stages and families, whichever ends first."""
+
+    def __init__(
+        self, path: Path, stages: Sequence[str], families: Sequence[str], num_tasks: int
+    ) -> None:
+        self.path, self.num_tasks = path, num_tasks
+        self._order = {key: i for i, key in enumerate((s, f) for s in stages for f in families)}
+        self._results = _results_so_far(path)
+
+    @property
+    def num_cells(self) -> int:
+        """Cells that are asked for."""
+        return len(self._order)
+
+    @property
+    def num_filled(self) -> int:
+        """Cells of these that are done."""
+        return len(self._order) - len(self._missing())
+
+    def missing_stages(self) -> list[str]:
+        """Return the checkpoints that lack a cell."""
+        return list(dict.fromkeys(stage for stage, _ in self._missing()))
+
+    def missing_families(self, stage: str) -> list[str]:
+        """Return the families on which this checkpoint was not evaluated yet."""
+        return [family for s, family in self._missing() if s == stage]
+
+    def add(self, cell: dict[str, Any]) -> None:
+        """Write the file with one more cell."""
+        self._results["cells"].append(cell)
+        self._results["cells"].sort(key=lambda c: self._order.get((c["stage"], c["family"]), -1))
+        write_atomically(self.path, json_document(self._results))
+
+    def _missing(self) -> list[tuple[str, str]]:
+        done = {
+            (cell["stage"], cell["family"])
+            for cell in self._results["cells"]
+            if cell["num_tasks"] == self.num_tasks
+        }
+        return [key for key in self._order if key not in done]
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """One evaluation while it goes."""
+
+    workspace: Workspace
+    name: str
+    config: EvalConfig
+    matrix: _Matrix
+    families: Mapping[str, TaskFamily]
+
+    async def fill_row(self, stage: str, cores: asyncio.Semaphore) -> None:
+        """Evaluate one checkpoint on every family that is missing, once a core is free."""
+        async with cores:
+            if self.workspace.stop.is_set():
+                return
+            loaded = self.workspace.load(self.workspace.final(stage))
+            version = loaded.manifest.policy_version
+            async with serving(
+                self.workspace,
+                loaded,
+                self.config.rollout,
+                policy_version=version,
+                num_threads=1,
+            ) as serve:
+                for family in self.matrix.missing_families(stage):
+                    cell = await self._cell(serve, stage, family, version)
+                    if cell is None:
+                        return
+                    self.matrix.add(cell)
+                    self._record(cell)
+
+    async def _cell(
+        self, serve: Serving, stage: str, family: str, version: int
+    ) -> dict[str, Any] | None:
+        """Evaluate one checkpoint on one family; None where it was stopped: a cell is whole or is done again."""
+        started_s = time.perf_counter()
+        workspace, config, built = self.workspace, self.config, self.families[family]
+        spec = RolloutSpec(
+            sampling=sampling_of(config.rollout, serve.gateway),
+            max_context_tokens=config.rollout.max_context_tokens,
+            timeout_s=config.rollout_timeout_s,
+            grader_timeout_s=60.0,
+        )
+        slots = asyncio.Semaphore(config.max_concurrent_rollouts)
+
+        async def one(index: int, task: Task) -> Trajectory | None:
+            async with slots:
+                if workspace.stop.is_set():
+                    return None
+                admission = self._admission(stage, family, index, task, version)
+                trajectory = await run_rollout(
+                    admission, built, serve.gateway, serve.sandboxes, spec=spec, clock=time.time
                 )
-                results["cells"].append(cell)
-                write_atomically(path, json_document(results))
-                position += 1
-                workspace.record(name, position, len(stages) * len(families), metrics)
-                workspace.check_stop()
-    return path
+                workspace.ledger.complete(trajectory, disposition=Disposition.EVALUATED)
+                return trajectory
+
+        tasks = list(islice(built.tasks("test", cursor=0), self.matrix.num_tasks))
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(i, task)) for i, task in enumerate(tasks)]
+        ended = [task.result() for task in running]
+        trajectories = [trajectory for trajectory in ended if trajectory is not None]
+        if len(trajectories) < len(tasks):
+            return None
+        return summarise(trajectories) | {
+            "stage": stage,
+            "family": family,
+            "num_tasks": self.matrix.num_tasks,
+            "policy_version": version,
+            "elapsed_s": time.perf_counter() - started_s,
+        }
+
+    def _record(self, cell: dict[str, Any]) -> None:
+        name = f"success/{cell['stage']}/{cell['family']}"
+        metrics = [
+            Metric(name, cell["num_solved"], cell["num_graded"]),
+            Metric("excluded/environment_fault", cell["num_excluded"], reduce="sum"),
+        ]
+        self.workspace.record(self.name, self.matrix.num_filled, self.matrix.num_cells, metrics)
+
+    def _admission(
+        self, stage: str, family: str, index: int, task: Task, version: int
+    ) -> Admission:
+        attempt = 0
+        group_id = f"{self.name}/{stage}/{family}/{index}"
+        while self.workspace.ledger.row(f"{group_id}/{attempt}") is not None:
+            attempt += 1  # an evaluation that was cut off did this task before
+        seed_text = f"{self.workspace.recipe.seed}/{self.name}/{stage}/{task.id}"
+        return Admission(
+            trajectory_id=f"{group_id}/{attempt}",
+            stage=self.name,
+            group_id=group_id,
+            group_index=index,
+            member_index=0,
+            attempt=attempt,
+            task=task,
+            policy_version=version,
+            seed=int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:6]),
+        )
 
 
 def _results_so_far(path: Path) -> dict[str, Any]:
@@ -109,60 +234,6 @@ def _results_so_far(path: Path) -> dict[str, Any]:
             f"{path} is damaged: {error}. Remove it, and its cells are evaluated again."
         ) from error
     return results
-
-
-async def _cell(
-    workspace: Workspace,
-    name: str,
-    config: EvalConfig,
-    serve: Serving,
-    stage: str,
-    family: TaskFamily,
-    family_name: str,
-    num_tasks: int,
-    version: int,
-) -> tuple[dict[str, Any], list[Metric]]:
-    """Evaluate one checkpoint on one family."""
-    started_s = time.perf_counter()
-    spec = RolloutSpec(
-        sampling=sampling_of(config.rollout, serve.gateway),
-        max_context_tokens=config.rollout.max_context_tokens,
-        timeout_s=config.rollout_timeout_s,
-        grader_timeout_s=60.0,
-    )
-    slots = asyncio.Semaphore(config.max_concurrent_rollouts)
-
-    async def one(index: int, task: Task) -> Trajectory | None:
-        async with slots:
-            if workspace.stop.is_set():
-                return None
-            admission = _admission(workspace, name, stage, family_name, index, task, version)
-            trajectory = await run_rollout(
-                admission, family, serve.gateway, serve.sandboxes, spec=spec, clock=time.time
-            )
-            workspace.ledger.complete(trajectory, disposition=Disposition.EVALUATED)
-            return trajectory
-
-    tasks = list(islice(family.tasks("test", cursor=0), num_tasks))
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(i, task)) for i, task in enumerate(tasks)]
-    ended = [task.result() for task in running]
-    trajectories = [trajectory for trajectory in ended if trajectory is not None]
-    if len(trajectories) < len(tasks):
-        raise Interrupted  # a cell is whole or is done again
-    elapsed_s = time.perf_counter() - started_s
-    cell = summarise(trajectories) | {
-        "stage": stage,
-        "family": family_name,
-        "num_tasks": num_tasks,
-        "policy_version": version,
-        "elapsed_s": elapsed_s,
-    }
-    metrics = [
-        Metric(f"success/{stage}/{family_name}", cell["num_solved"], cell["num_graded"]),
-        Metric("excluded/environment_fault", cell["num_excluded"], reduce="sum"),
-    ]
-    return cell, metrics
 
 
 def summarise(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -200,33 +271,6 @@ def _levels(difficulties: Collection[float]) -> Callable[[float], float]:
     while (highest - lowest) / width > MAX_LEVELS - 1:
         width *= 2
     return lambda difficulty: math.floor(difficulty / width) * width
-
-
-def _admission(
-    workspace: Workspace,
-    name: str,
-    stage: str,
-    family: str,
-    index: int,
-    task: Task,
-    version: int,
-) -> Admission:
-    attempt = 0
-    group_id = f"{name}/{stage}/{family}/{index}"
-    while workspace.ledger.row(f"{group_id}/{attempt}") is not None:
-        attempt += 1  # an evaluation that was cut off did this task before
-    seed_text = f"{workspace.recipe.seed}/{name}/{stage}/{task.id}"
-    return Admission(
-        trajectory_id=f"{group_id}/{attempt}",
-        stage=name,
-        group_id=group_id,
-        group_index=index,
-        member_index=0,
-        attempt=attempt,
-        task=task,
-        policy_version=version,
-        seed=int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:6]),
-    )
 
 
 def matrix_lines(cells: Sequence[dict[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@
     assistant:  code: output-level
 """
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ class RecallSettings(FamilySettings):
     task_tokens: Range = (2048, 3900)
     """Length of a task's haystack [tokens]; question, answer and chat format need about 60 more."""
     expert_tokens: Range = (512, 2048)
-    """Length of a demonstration's haystack [tokens]."""
+    """Length of a demonstration's haystack [tokens], drawn so that each doubling comes equally often: finding
+    is learned on short haystacks and carries over to long ones."""
     num_pairs: Range = (16, 48)
     """Lines that are key=value, fewer where the haystack is short; the others are text of the same words."""
 
@@ -114,10 +116,11 @@ class Recall:
         """Draw the needle, which decides the split, then the hay around it."""
         key = f"{self.name}/{self.settings.seed}/{purpose}/{index}"
         code = draw_in_split(_code, str, split=split, key=key)
-        return self._buried(code, rng_of(key, split, "hay"), bounds)
+        rng = rng_of(key, split, "hay")
+        wanted = _log_uniform(rng, bounds) if purpose == "expert" else rng.randint(*bounds)
+        return self._buried(code, rng, wanted)
 
-    def _buried(self, code: str, rng: random.Random, bounds: tuple[int, int]) -> Haystack:
-        wanted = rng.randint(*bounds)
+    def _buried(self, code: str, rng: random.Random, wanted: int) -> Haystack:
         num_others = min(rng.randint(*self.settings.num_pairs), wanted // _TOKENS_PER_LINE)
         others = rng.sample(OTHER_WORDS, num_others)
         lines = [f"code: {code}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
@@ -144,6 +147,10 @@ def _question(haystack: Haystack) -> Message:
 
 def _code(rng: random.Random) -> str:
     return "-".join(rng.choice(words) for words in CODE_WORDS)
+
+
+def _log_uniform(rng: random.Random, bounds: tuple[int, int]) -> int:
+    return round(math.exp(rng.uniform(*map(math.log, bounds))))
 
 
 def _text(rng: random.Random) -> str:

@@ -26,6 +26,14 @@ def test_lengths_follow_the_tokenizer_that_is_given():
     assert 950 <= len(haystack) <= 1000
 
 
+def test_of_demonstrations_each_doubling_of_the_length_comes_equally_often():
+    family = Recall(expert_tokens=(64, 4096))
+    lengths = [family.demonstration(index).difficulty for index in range(300)]
+    shorter = sum(length < 512 for length in lengths)  # the middle of 64, 128, ... 4096
+    assert 120 <= shorter <= 180
+    assert min(lengths) < 100 < 3000 < max(lengths) <= 4096
+
+
 def test_no_word_of_a_code_stands_anywhere_else():
     for task in islice(Recall().tasks("test", cursor=0), 20):
         hay = task.messages[0].content.replace(f"code: {task.data['code']}", "")
