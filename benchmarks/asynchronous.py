@@ -254,7 +254,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8, help="groups in one step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts in one group")
     parser.add_argument("--max-lag", type=int, default=3, help="of the asynchronous arm [steps]")
-    parser.add_argument("--lr", type=float, default=2e-4, help="learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--eval-tasks", type=int, default=256, help="held-out tasks for success")
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run at all?")
     options = parser.parse_args(arguments)

@@ -49,7 +49,11 @@ async def train_supervised(
     """
     torch.set_num_threads(1)  # each core has a process
     trainer = SupervisedTrainer(
-        model, settings, policy_version=policy_version, gradients=workspace.gradients.open
+        model,
+        settings,
+        policy_version=policy_version,
+        gradients=workspace.gradients.open,
+        num_update_threads=workspace.recipe.threads,
     )
     directory = workspace.run.stage(stage)
     writer = directory.writer(keep_last=2)

@@ -7,7 +7,9 @@ drown a weak one. Matrices of one shape are orthogonalised together.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 from jaxtyping import Float
@@ -35,17 +37,34 @@ def orthogonalise(matrices: Float[Tensor, "n a b"]) -> Float[Tensor, "n a b"]:
     """
     if matrices.shape[1] > matrices.shape[2]:
         return orthogonalise(matrices.mT).mT
+    return _orthogonalise_wide([matrices], map)[0]
+
+
+def _orthogonalise_wide(
+    stacks: Sequence[Tensor], run: Callable[..., Iterable[Tensor]]
+) -> list[Tensor]:
+    """Orthogonalise stacks of wide matrices; ``run`` is ``map`` or that of a pool, with the same result."""
+    chunks = [_scaled_chunks(stack) for stack in stacks]
+    done = iter(run(_iterated, chain.from_iterable(chunks)))
+    return [torch.cat([next(done) for _ in own]) for own in chunks]
+
+
+def _scaled_chunks(stack: Tensor) -> tuple[Tensor, ...]:
+    scaled = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp_min(1e-7)
+    chunks: tuple[Tensor, ...] = scaled.split(
+        max(1, _CHUNK_ELEMENTS // (stack.shape[1] * stack.shape[2]))
+    )
+    return chunks
+
+
+def _iterated(chunk: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
-    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp_min(1e-7)
-    chunks = []
-    for chunk in x.split(max(1, _CHUNK_ELEMENTS // (x.shape[1] * x.shape[2]))):
-        for _ in range(NUM_ITERATIONS):
-            gram = torch.bmm(chunk, chunk.mT)
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            polynomial.diagonal(dim1=1, dim2=2).add_(a)
-            chunk = torch.bmm(polynomial, chunk)
-        chunks.append(chunk)
-    return torch.cat(chunks)
+    for _ in range(NUM_ITERATIONS):
+        gram = torch.bmm(chunk, chunk.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=1, dim2=2).add_(a)
+        chunk = torch.bmm(polynomial, chunk)
+    return chunk
 
 
 class MuonAdamW:
@@ -54,13 +73,21 @@ class MuonAdamW:
     Frozen means absent: a parameter that is merely without gradient would still decay.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, config: OptimizerConfig):
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        config: OptimizerConfig,
+        *,
+        num_threads: int = 1,
+    ) -> None:
         """Assign each trained parameter to Muon or AdamW.
 
         Args:
             model: its ``requires_grad`` flags decide what is trained.
             model_config: gives the head sizes for the split.
             config: rates and momenta.
+            num_threads: threads that orthogonalise; the result does not depend on them.
 
         Raises:
             ContractError: nothing requires a gradient.
@@ -84,6 +111,12 @@ class MuonAdamW:
             raise ContractError("no parameter requires a gradient, so there is nothing to train")
         self._momentum = {name: torch.zeros_like(p) for name, (p, _) in self._muon.items()}
         self._adam = self._build_adam(groups)
+        self._run: Callable[..., Iterable[Tensor]] = map
+        if num_threads > 1:
+            # Asking for torch's own thread count applies it to the new threads.
+            self._run = ThreadPoolExecutor(
+                num_threads, thread_name_prefix="muon", initializer=torch.get_num_threads
+            ).map
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -188,8 +221,9 @@ class MuonAdamW:
                 if target.shape[1] > target.shape[2]:
                     target, source = target.mT, source.mT
                 by_shape[target.shape[1], target.shape[2]].append((target, source))
-        for (_, long_side), pairs in by_shape.items():
-            stacked = orthogonalise(torch.cat([source for _, source in pairs]))
+        stacks = [torch.cat([source for _, source in pairs]) for pairs in by_shape.values()]
+        orthogonal = _orthogonalise_wide(stacks, self._run)
+        for ((_, long_side), pairs), stacked in zip(by_shape.items(), orthogonal, strict=True):
             scale = UPDATE_RMS * math.sqrt(long_side)
             pieces = torch.split(stacked, [len(source) for _, source in pairs])
             for (target, _), piece in zip(pairs, pieces, strict=True):

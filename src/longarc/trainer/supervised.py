@@ -12,19 +12,13 @@ from longarc.config.training import OptimizerConfig
 from longarc.errors import ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
-from longarc.records.batch import StepReport
 from longarc.records.metric import Metric
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.freeze import is_indexer
 from longarc.trainer.gradients import GradientSource, LossSums, Objective, in_this_process
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.packing import Document
-from longarc.trainer.update import (
-    clip_gradients,
-    divide_gradients,
-    learning_rate,
-    weights_sha256,
-)
+from longarc.trainer.update import clip_gradients, divide_gradients, learning_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +42,18 @@ class SupervisedSettings:
     """Step of the loss-free expert balancing; 0 turns it off."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedReport:
+    """What one optimizer step did."""
+
+    step: int
+    """Counted from 0."""
+    policy_version: int
+    """Version [optimizer steps] of the weights after the step."""
+    num_trained_tokens: int
+    metrics: tuple[Metric, ...]
+
+
 class SupervisedTrainer:
     """Takes documents, one optimizer step at a time."""
 
@@ -58,6 +64,7 @@ class SupervisedTrainer:
         *,
         policy_version: int = 0,
         gradients: GradientSource = in_this_process,
+        num_update_threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take over ``model``: its ``requires_grad`` flags are set by the mode.
@@ -67,6 +74,7 @@ class SupervisedTrainer:
             settings: see the fields.
             policy_version: optimizer steps that are already in the weights.
             gradients: where gradients are computed; ``GradientPool.open`` shares the work with processes.
+            num_update_threads: threads of the optimizer, which works while those processes wait.
             clock: monotonic [seconds]; only measures throughput.
         """
         self.model = model
@@ -86,12 +94,14 @@ class SupervisedTrainer:
         )
         objective.select_parameters(model)
         self._add_gradients = gradients(model, objective)
-        self._optimizer = MuonAdamW(model, model.config, settings.optimizer)
+        self._optimizer = MuonAdamW(
+            model, model.config, settings.optimizer, num_threads=num_update_threads
+        )
         named = list(model.named_parameters())
         self._indexer_parameters = [p for n, p in named if is_indexer(n) and p.requires_grad]
         self._base_parameters = [p for n, p in named if not is_indexer(n) and p.requires_grad]
 
-    def step(self, documents: Sequence[Document]) -> StepReport:
+    def step(self, documents: Sequence[Document]) -> SupervisedReport:
         """Take one optimizer step on ``documents``.
 
         Raises:
@@ -111,10 +121,9 @@ class SupervisedTrainer:
         grad_norm = self._update(sums, lr)
         self.step_index += 1
         self.policy_version += 1
-        return StepReport(
+        return SupervisedReport(
             step=self.step_index - 1,
             policy_version=self.policy_version,
-            weights_sha256=weights_sha256(self.model),
             num_trained_tokens=sums.num_targets,
             metrics=self._metrics(sums, lr, grad_norm, self._clock() - started_s),
         )
