@@ -176,15 +176,8 @@ class Indexer(nn.Module):
         total = rows.key.new_zeros(())
         for start in range(0, len(selected_NS), size):
             block = slice(start, start + size)
-            total = total + checkpoint(
-                _gathered_kl,
-                query[block],
-                weight[block],
-                rows.key,
-                selected_NS[block],
-                attention_NS[block],
-                use_reentrant=False,
-                preserve_rng_state=False,
+            total = total + _gathered_kl(
+                query[block], weight[block], rows.key, selected_NS[block], attention_NS[block]
             )
         return total
 
