@@ -17,7 +17,10 @@ from pathlib import Path
 from longarc.errors import ResourceError
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno")
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno"),
+    "-ffp-contract=off",  # cpu/vec.h says why
+)
 _TIMEOUT_S = 600.0
 
 

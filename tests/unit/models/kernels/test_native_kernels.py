@@ -187,6 +187,14 @@ def test_selection_keeps_the_tie_rule(num_heads, num_selected):
     assert found.tolist() == select_keys(scores, num_selected=num_selected).tolist()
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 7, 13, 17])
+@pytest.mark.parametrize("num_outputs", [1, 7, 8, 9, 16, 33, 48])
+def test_a_product_of_few_rows_is_that_of_many(num_rows, num_outputs):
+    """Where a compiler decides about fused multiply-adds, it decides by the shape of the tile."""
+    x, weight = random(64, 20), random(num_outputs, 20, seed=1)
+    assert torch.equal(rows.linear(x[:num_rows], weight), rows.linear(x, weight)[:num_rows])
+
+
 def test_a_row_does_not_depend_on_its_company():
     model = sharpened(build_model(small_glm(), seed=3))
     ids = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(1))

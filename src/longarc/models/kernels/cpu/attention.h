@@ -37,8 +37,8 @@ inline void scores_of(const float* q, int64_t q_stride, const float* blocked, in
 #pragma GCC unroll 4
             for (int h = 0; h < HEADS; h++) {
                 const Vec x = splat(q[h * q_stride + d]);
-                a[h] += x * left;
-                b[h] += x * right;
+                a[h] = multiply_add(x, left, a[h]);
+                b[h] = multiply_add(x, right, b[h]);
             }
         }
         for (int h = 0; h < HEADS; h++) {
@@ -52,7 +52,7 @@ inline void scores_of(const float* q, int64_t q_stride, const float* blocked, in
         for (int64_t d = 0; d < dim; d++) {
             const Vec key = load(blocked + d * LANES);
 #pragma GCC unroll 4
-            for (int h = 0; h < HEADS; h++) a[h] += splat(q[h * q_stride + d]) * key;
+            for (int h = 0; h < HEADS; h++) a[h] = multiply_add(splat(q[h * q_stride + d]), key, a[h]);
         }
         for (int h = 0; h < HEADS; h++) store(scores + h * scores_stride + first, a[h]);
     }
@@ -97,7 +97,7 @@ inline void weighted_values(const float* weights, int64_t weights_stride, const 
         for (int h = 0; h < HEADS; h++) {
             const Vec weight = splat(weights[h * weights_stride + j]);
 #pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) sums[h][v] += weight * value[v];
+            for (int v = 0; v < VECS; v++) sums[h][v] = multiply_add(weight, value[v], sums[h][v]);
         }
     }
     for (int h = 0; h < HEADS; h++)

@@ -97,7 +97,7 @@ LONGARC_ONE_COPY inline void experts_forward(const ExpertShape& shape, int64_t n
             const float* slot = slot_out + r * shape.num_chosen * hidden + i;
             Vec total = load_upto(slot, n) * weights[r * shape.num_chosen];
             for (int64_t c = 1; c < shape.num_chosen; c++)
-                total += load_upto(slot + c * hidden, n) * weights[r * shape.num_chosen + c];
+                total = multiply_add(load_upto(slot + c * hidden, n), splat(weights[r * shape.num_chosen + c]), total);
             store_upto(y + r * hidden + i, total, n);
         });
 }
@@ -132,7 +132,7 @@ LONGARC_ONE_COPY inline void experts_backward(const ExpertShape& shape, int64_t 
             Vec dot{};
             over_vectors(hidden, [&](int64_t j, int n) {
                 const Vec d = load_upto(from + j, n);
-                dot += d * load_upto(out + j, n);
+                dot = multiply_add(d, load_upto(out + j, n), dot);
                 store_upto(d_out + i * hidden + j, d * weights[pairs[i]], n);
             });
             d_weights[pairs[i]] = sum_lanes(dot);

@@ -14,6 +14,8 @@ namespace longarc {
 constexpr int PANEL = 2 * LANES;  // columns of a panel
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 12;
+#elif defined(__AVX__)
+constexpr int TILE_ROWS = 6;
 #else
 constexpr int TILE_ROWS = 4;
 #endif
@@ -68,7 +70,7 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, const flo
         for (int r = 0; r < ROWS; r++) {
             const Vec a = splat(ACROSS ? x[k * x_stride + r] : x[r * x_stride + k]);
 #pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) sums[r][v] += a * w[v];
+            for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(a, w[v], sums[r][v]);
         }
     }
 #pragma GCC unroll 16
@@ -97,9 +99,11 @@ inline void tile_of(int rows, const float* x, int64_t x_stride, const float* pan
         LONGARC_TILE(2);
         LONGARC_TILE(3);
         LONGARC_TILE(4);
-#if defined(__AVX512F__)
+#if defined(__AVX__)
         LONGARC_TILE(5);
         LONGARC_TILE(6);
+#endif
+#if defined(__AVX512F__)
         LONGARC_TILE(7);
         LONGARC_TILE(8);
         LONGARC_TILE(9);

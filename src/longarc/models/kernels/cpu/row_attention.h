@@ -72,7 +72,7 @@ inline void row_scores(const float* q, int64_t q_stride, const RowKeys& keys, in
             for (int h = 0; h < GROUP; h++) {
                 const Vec x = load(q + h * q_stride + d);
 #pragma GCC unroll 4
-                for (int k = 0; k < VECTOR_KEYS; k++) sums[k * GROUP + h] += key[k] * x;
+                for (int k = 0; k < VECTOR_KEYS; k++) sums[k * GROUP + h] = multiply_add(key[k], x, sums[k * GROUP + h]);
             }
         };
         for (int64_t d = 0; d < whole; d += LANES) add(d, [](const float* from) { return load(from); });
@@ -132,7 +132,7 @@ inline void row_sums(const float* weights, const float* factors, const RowKeys& 
         for (int h = 0; h < GROUP; h++) {
             const Vec weight = splat(weights[j * GROUP + h]);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) sums[h][v] += weight * value[v];
+            for (int v = 0; v < VECS; v++) sums[h][v] = multiply_add(weight, value[v], sums[h][v]);
         }
     }
     for (int h = 0; h < num_heads; h++)
@@ -209,10 +209,10 @@ inline void add_row_gradients(const float* q, const float* d_scores, const float
         for (int64_t j = 0; j < keys.num; j++) {
             Vec total = load(to[j] + d);
 #pragma GCC unroll 4
-            for (int h = 0; h < GROUP; h++) total += q_d[h] * d_scores[j * GROUP + h];
+            for (int h = 0; h < GROUP; h++) total = multiply_add(q_d[h], splat(d_scores[j * GROUP + h]), total);
             if (is_value)
 #pragma GCC unroll 4
-                for (int h = 0; h < GROUP; h++) total += out_d[h] * weights[j * GROUP + h];
+                for (int h = 0; h < GROUP; h++) total = multiply_add(out_d[h], splat(weights[j * GROUP + h]), total);
             store(to[j] + d, total);
         }
     }
@@ -231,7 +231,7 @@ inline void row_softmax_backward(float* scores, float* d_scores, int64_t num_key
     for (int64_t i = 0; i < size; i += LANES) store(scores + i, exp(load(scores + i) - most) * factor);
     end_with_zeros(scores, num_keys);
     Vec dot{};
-    for (int64_t i = 0; i < size; i += LANES) dot += load(scores + i) * load(d_scores + i);
+    for (int64_t i = 0; i < size; i += LANES) dot = multiply_add(load(scores + i), load(d_scores + i), dot);
     dot = over_keys_of_vector(dot, [](float a, float b) { return a + b; });
     for (int64_t i = 0; i < size; i += LANES) store(d_scores + i, load(scores + i) * (load(d_scores + i) - dot));
 }

@@ -17,7 +17,7 @@ LONGARC_ONE_COPY inline float rms_norm_row(const float* x, const float* w, float
     Vec squares{};
     over_vectors(width, [&](int64_t i, int count) {
         const Vec v = load_upto(x + i, count);
-        squares += v * v;
+        squares = multiply_add(v, v, squares);
     });
     const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(width) + eps);
     over_vectors(width, [&](int64_t i, int count) {
@@ -33,8 +33,8 @@ LONGARC_ONE_COPY inline void rms_norm_backward_row(const float* x, const float* 
     Vec products{};
     over_vectors(width, [&](int64_t i, int count) {
         const Vec x_hat = load_upto(x + i, count) * factor, d = load_upto(dy + i, count);
-        products += x_hat * (d * load_upto(w + i, count));
-        store_upto(dw + i, load_upto(dw + i, count) + d * x_hat, count);
+        products = multiply_add(x_hat, d * load_upto(w + i, count), products);
+        store_upto(dw + i, multiply_add(d, x_hat, load_upto(dw + i, count)), count);
     });
     const float mean = sum_lanes(products) / float(width);
     over_vectors(width, [&](int64_t i, int count) {

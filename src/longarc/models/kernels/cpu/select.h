@@ -24,20 +24,20 @@ LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, 
             Vec a{}, b{}, c{}, e{};
             for (int64_t d = 0; d < dim; d++) {
                 const Vec key = load(blocked + d * LANES);
-                a += key * q0[d];
-                b += key * q0[dim + d];
-                c += key * q0[2 * dim + d];
-                e += key * q0[3 * dim + d];
+                a = multiply_add(key, splat(q0[d]), a);
+                b = multiply_add(key, splat(q0[dim + d]), b);
+                c = multiply_add(key, splat(q0[2 * dim + d]), c);
+                e = multiply_add(key, splat(q0[3 * dim + d]), e);
             }
-            total += max(a, Vec{}) * weights[head];
-            total += max(b, Vec{}) * weights[head + 1];
-            total += max(c, Vec{}) * weights[head + 2];
-            total += max(e, Vec{}) * weights[head + 3];
+            total = multiply_add(max(a, Vec{}), splat(weights[head]), total);
+            total = multiply_add(max(b, Vec{}), splat(weights[head + 1]), total);
+            total = multiply_add(max(c, Vec{}), splat(weights[head + 2]), total);
+            total = multiply_add(max(e, Vec{}), splat(weights[head + 3]), total);
         }
         for (; head < num_heads; head++) {
             Vec a{};
-            for (int64_t d = 0; d < dim; d++) a += load(blocked + d * LANES) * q[head * dim + d];
-            total += max(a, Vec{}) * weights[head];
+            for (int64_t d = 0; d < dim; d++) a = multiply_add(load(blocked + d * LANES), splat(q[head * dim + d]), a);
+            total = multiply_add(max(a, Vec{}), splat(weights[head]), total);
         }
         store(scores + first, total);
     }

@@ -179,7 +179,8 @@ inline void add_outer(const float* coefficients, int64_t coefficient_stride, con
             float* row = to.first + to.rows[j] * to.stride + d;
             Vec total = load(row);
 #pragma GCC unroll 4
-            for (int h = 0; h < HEADS; h++) total += v[h] * coefficients[h * coefficient_stride + j];
+            for (int h = 0; h < HEADS; h++)
+                total = multiply_add(v[h], splat(coefficients[h * coefficient_stride + j]), total);
             store(row, total);
         }
     }
@@ -209,7 +210,7 @@ inline void heads_backward(const AttentionShape& shape, const GatheredHead& gath
         for (int64_t j = 0; j < num; j += LANES) {
             const Vec weight = exp(load(w + j) - stats[h].max) * stats[h].factor;
             store(w + j, weight);
-            dot += weight * load(d + j);
+            dot = multiply_add(weight, load(d + j), dot);
         }
         const float mean = sum_lanes(dot);
         for (int64_t j = 0; j < num; j += LANES) store(d + j, load(w + j) * (load(d + j) - mean));

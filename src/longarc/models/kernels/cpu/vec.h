@@ -1,7 +1,8 @@
 // Vectors of floats through the compiler's own vector types: one source for AVX-512, AVX, SSE and NEON.
 //
 // A function here fixes the order of its operations, so that a result depends on the operands only and
-// never on how many rows stand beside them.
+// never on how many rows stand beside them. That includes where a product is rounded before it is added: compilers
+// choose that by the shape of a loop, so the choice is taken from them (-ffp-contract=off) and made by multiply_add.
 #pragma once
 
 #include <cmath>
@@ -9,8 +10,10 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace longarc {
@@ -30,6 +33,19 @@ typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }
 inline Vec splat(float value) { return value - Vec{}; }
+
+// a * b + c, rounded once where the processor can, in every instance of the code alike.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__FMA__)
+    return Vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__aarch64__)
+    return Vec(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+    return a * b + c;
+#endif
+}
 
 #if defined(__AVX512F__)
 // Intrinsics only where they pay: here, for rows whose width is no multiple of LANES.
@@ -78,16 +94,16 @@ inline Vec exp(Vec x) {
     x = x > 88.0f ? splat(88.0f) : x;
     x = x < -87.3f ? splat(-87.3f) : x;
     const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Vec n = (x * 1.44269504088896341f + shift) - shift;
-    Vec r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
+    const Vec n = multiply_add(x, splat(1.44269504088896341f), shift) - shift;
+    Vec r = multiply_add(n, splat(-0.693359375f), x);
+    r = multiply_add(n, splat(2.12194440e-4f), r);
     Vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + (r + 1.0f);
+    p = multiply_add(p, r, splat(1.3981999507e-3f));
+    p = multiply_add(p, r, splat(8.3334519073e-3f));
+    p = multiply_add(p, r, splat(4.1665795894e-2f));
+    p = multiply_add(p, r, splat(1.6666665459e-1f));
+    p = multiply_add(p, r, splat(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r + 1.0f);
     const IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
     Vec scale;
     std::memcpy(&scale, &power, sizeof scale);
