@@ -37,6 +37,11 @@ class RolloutLoopConfig(Settings):
     dynamic_sampling: bool = True
     """Whether groups whose rewards are all alike are replaced instead of trained; DAPO
     (arXiv:2503.14476), section 3.2. Needs a group_size of at least 2."""
+    max_sampled_groups_per_step: int | None = Field(None, ge=1)
+    """Groups sampled for one step at most, those that dynamic sampling drops included [groups]; a step
+    trains what is left of them, one group at least. None = as many as ``groups_per_step`` needs, which
+    takes ever longer as tasks are solved always or never. Needs ``max_lag_steps = 0``: further ahead,
+    groups of later steps are in flight, and small steps would let them get too old."""
     max_dropped_groups_per_step: int | None = Field(None, ge=1)
     """Groups dropped in a row without an optimizer step before the stage gives up with an error
     [groups]; None = 32 * groups_per_step."""
@@ -81,6 +86,22 @@ class RolloutLoopConfig(Settings):
                 f"max_inflight_groups={inflight} is less than groups_per_step={self.groups_per_step}: "
                 f"a step would wait forever for its last group. Use {self.groups_per_step} to "
                 f"{self.inflight_bound}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampling_bound_fits(self) -> Self:
+        bound = self.max_sampled_groups_per_step
+        if bound is not None and bound < self.groups_per_step:
+            raise ValueError(
+                f"max_sampled_groups_per_step={bound} is less than groups_per_step="
+                f"{self.groups_per_step}: no step could be full. Use {self.groups_per_step} or more."
+            )
+        if bound is not None and self.max_lag_steps > 0:
+            raise ValueError(
+                f"max_sampled_groups_per_step={bound} needs max_lag_steps=0, but it is "
+                f"{self.max_lag_steps}: groups of later steps would get too old while small steps are "
+                f"trained. Leave it out, or set max_lag_steps to 0."
             )
         return self
 

@@ -153,12 +153,12 @@ class _Loop:
             chosen = choose(
                 sampler.groups.values(),
                 consume=config.consume,
-                groups_per_step=config.groups_per_step,
+                groups_per_step=sampler.groups_wanted,
                 trainer_version=sampler.trainer_version,
                 max_lag_steps=config.max_lag_steps,
             )
             if chosen is None:
-                with self._waiting_for(f"{config.groups_per_step} groups to train on"):
+                with self._waiting_for(f"{sampler.groups_wanted} groups to train on"):
                     await sampler.bell.wait()
                 continue
             for group in chosen:

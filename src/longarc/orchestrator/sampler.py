@@ -6,6 +6,7 @@ that both halves share; the bell tells each about the other's changes.
 """
 
 import asyncio
+import sys
 from collections.abc import Iterable
 
 from longarc.config.orchestrator import RolloutLoopConfig
@@ -85,10 +86,21 @@ class Sampler:
         config = self._config
         while not self.is_stopping and self.num_steps < config.num_steps:
             wanted = (config.num_steps - self.num_steps) * config.groups_per_step
-            if len(self.groups) < min(self._capacity, wanted):
+            if len(self.groups) < min(self._capacity, wanted, self._sampling_left):
                 self._start(self._admit_group(), tasks)
             else:
                 await self.bell.wait()
+
+    @property
+    def groups_wanted(self) -> int:
+        """Groups that the next step takes [groups]: fewer once the bound on sampling was reached."""
+        return min(self._config.groups_per_step, self._sampling_left)
+
+    @property
+    def _sampling_left(self) -> int:
+        """Groups that may be in flight for the next step, now that some were dropped [groups]."""
+        bound = self._config.max_sampled_groups_per_step
+        return sys.maxsize if bound is None else max(1, bound - self.tally.num_dropped)
 
     def _admit_group(self) -> InflightGroup:
         index = self._mixture.position

@@ -18,6 +18,14 @@ from longarc.config.orchestrator import RolloutLoopConfig
             r"max_inflight_groups=999 .* at most 128 groups",
         ),
         (
+            {"groups_per_step": 8, "max_sampled_groups_per_step": 7},
+            r"max_sampled_groups_per_step=7 is less than groups_per_step=8.*Use 8 or more",
+        ),
+        (
+            {"max_lag_steps": 2, "max_sampled_groups_per_step": 64},
+            r"max_sampled_groups_per_step=64 needs max_lag_steps=0, but it is 2",
+        ),
+        (
             {"groups_per_step": 8, "max_lag_steps": 3, "max_inflight_groups": 7},
             r"max_inflight_groups=7 is less than groups_per_step=8.*Use 8 to 32",
         ),

@@ -68,6 +68,31 @@ def test_without_lag_dropped_groups_are_replaced_and_the_order_stays(path):
     assert runs[0] == runs[1] == [[0, 2], [3, 5], [6, 8]]
 
 
+def test_a_step_takes_fewer_groups_once_the_bound_on_sampling_is_reached(path):
+    def how(task_index: int, rollout: int) -> Play:
+        play = uneven(task_index, rollout)
+        is_dropped = task_index in (0, 1, 2, 5, 6, 7, 8, 9, 10)
+        return Play(play.seconds, 0.0) if is_dropped else play
+
+    config = loop_config(num_steps=4, max_sampled_groups_per_step=4)
+    stage = Stage(path, config, FakeFamily(how=how))
+    run_virtual(stage.run())
+    # Of 0 to 3 one is left, of 4 to 7 one, of 8 to 11 one; after that nothing is dropped.
+    assert group_indices(stage.trainer.batches) == [[3], [4], [11], [12, 13]]
+    assert set(lags(stage.trainer.batches)) == {0}
+    assert counts(path, "disposition") == {"trained": 10, "zero_variance": 18}
+
+
+def test_one_group_is_waited_for_however_many_are_dropped(path):
+    def how(task_index: int, rollout: int) -> Play:
+        return Play(1.0, float(rollout % 2) if task_index == 9 else 0.0)
+
+    config = loop_config(num_steps=1, max_sampled_groups_per_step=2)
+    stage = Stage(path, config, FakeFamily(how=how))
+    run_virtual(stage.run())
+    assert group_indices(stage.trainer.batches) == [[9]]
+
+
 def test_weights_are_pushed_every_k_steps_and_the_optimizer_is_reset_after_pushes_only(path):
     config = loop_config(
         num_steps=6, max_lag_steps=2, push_every_steps=2, reset_optimizer_on_push=True
