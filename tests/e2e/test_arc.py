@@ -1,6 +1,7 @@
 """The product as a user meets it: the whole arc by command line, then everything that is done with a run."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def test_the_evaluation_covers_every_family_at_every_asked_checkpoint(finished):
     cells = [(cell["stage"], cell["family"]) for cell in results["cells"]]
     assert cells == [(s, f) for s in ("sft", "distill") for f in ("files", "format", "reasoning")]
     assert all(cell["num_excluded"] == 0 for cell in results["cells"])
+
+
+def test_an_evaluation_in_parts_stands_in_the_order_of_the_recipe(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    asked = ["eval", run_dir, "--tasks", "2", "--families", "format", "--stages"]
+    output_of(*asked, "distill")
+    said = output_of(*asked, "reasoning_rl", "sft")
+    rows = [line.split()[0] for line in said.splitlines()[-3:]]
+    assert rows == ["sft", "reasoning_rl", "distill"]
 
 
 @pytest.mark.parametrize("where", ["agentic_rl:3", "distill:1"])

@@ -38,8 +38,8 @@ class RolloutLoopConfig(Settings):
     """Whether groups whose rewards are all alike are replaced instead of trained; DAPO
     (arXiv:2503.14476), section 3.2. Needs a group_size of at least 2."""
     max_sampled_groups_per_step: int | None = Field(None, ge=1)
-    """Groups sampled for one step at most, those that dynamic sampling drops included [groups]; a step
-    trains what is left of them, one group at least. None = as many as ``groups_per_step`` needs, which
+    """Groups sampled for one step at most, dropped ones included [groups]; a step trains what is left of
+    them, one group at least. None = as many as ``groups_per_step`` needs, which
     takes ever longer as tasks are solved always or never. Needs ``max_lag_steps = 0``: further ahead,
     groups of later steps are in flight, and small steps would let them get too old."""
     max_dropped_groups_per_step: int | None = Field(None, ge=1)

@@ -12,7 +12,7 @@ from longarc.config.stages import (
 )
 from longarc.data.sft import ExpertShare, conversation_document, conversations
 from longarc.pipeline.preflight import expert
-from longarc.pipeline.supervised import Documents
+from longarc.pipeline.supervised import Documents, config_total
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import Workspace
 from longarc.tokens.chat_format import ChatFormat
@@ -85,9 +85,7 @@ def num_shown_before(recipe: Recipe, stage: str) -> int:
             case SftConfig():
                 total += config.num_steps * config.conversations_per_step
             case PretrainConfig() | MidtrainConfig() | DsaConfig() if config.demonstrations:
-                warmup = config.warmup_steps if isinstance(config, DsaConfig) else 0
-                steps = config.num_steps + warmup
-                total += steps * config.demonstrations.conversations_per_step
+                total += config_total(config) * config.demonstrations.conversations_per_step
     return total
 
 

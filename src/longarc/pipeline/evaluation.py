@@ -67,39 +67,59 @@ async def evaluate(
     """
     directory = workspace.run.stage(name).path
     directory.mkdir(parents=True, exist_ok=True)
-    matrix = _Matrix(directory / RESULTS_FILE, stages, families, num_tasks)
-    evaluation = _Evaluation(workspace, name, config, matrix, workspace.families(config.tasks))
-    # A checkpoint on each core: half of an evaluation is prefill, which one core computes as fast as two.
-    cores = asyncio.Semaphore(workspace.recipe.threads)
+    matrix = _Matrix(
+        directory / RESULTS_FILE, list(workspace.recipe.stages), stages, families, num_tasks
+    )
+    missing = matrix.missing_stages()
+    # Checkpoints share the cores: half of an evaluation is prefill, which two threads hardly make faster.
+    num_at_once = max(1, min(workspace.recipe.threads, len(missing)))
+    evaluation = _Evaluation(
+        workspace=workspace,
+        name=name,
+        config=config,
+        matrix=matrix,
+        families=workspace.families(config.tasks),
+        num_threads=workspace.recipe.threads // num_at_once,
+    )
+    places = asyncio.Semaphore(num_at_once)
+    failure: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            for stage in matrix.missing_stages():
-                group.create_task(evaluation.fill_row(stage, cores))
+            for stage in missing:
+                group.create_task(evaluation.fill_row(stage, places))
     except ExceptionGroup as failures:
-        raise first_of(failures) from None
+        failure = first_of(failures)
+    if failure is not None:
+        raise failure
     workspace.check_stop()
     return matrix.path
 
 
 class _Matrix:
-    """The file of results: cells in the order of stages and families, whichever ends first."""
+    """The file of results: cells in the order of the recipe, whatever ends or is asked for first."""
 
     def __init__(
-        self, path: Path, stages: Sequence[str], families: Sequence[str], num_tasks: int
+        self,
+        path: Path,
+        order: Sequence[str],
+        stages: Sequence[str],
+        families: Sequence[str],
+        num_tasks: int,
     ) -> None:
         self.path, self.num_tasks = path, num_tasks
-        self._order = {key: i for i, key in enumerate((s, f) for s in stages for f in families)}
+        self._order = order
+        self._asked = [(stage, family) for stage in stages for family in families]
         self._results = _results_so_far(path)
 
     @property
     def num_cells(self) -> int:
         """Cells that are asked for."""
-        return len(self._order)
+        return len(self._asked)
 
     @property
     def num_filled(self) -> int:
         """Cells of these that are done."""
-        return len(self._order) - len(self._missing())
+        return len(self._asked) - len(self._missing())
 
     def missing_stages(self) -> list[str]:
         """Return the checkpoints that lack a cell."""
@@ -112,7 +132,7 @@ class _Matrix:
     def add(self, cell: dict[str, Any]) -> None:
         """Write the file with one more cell."""
         self._results["cells"].append(cell)
-        self._results["cells"].sort(key=lambda c: self._order.get((c["stage"], c["family"]), -1))
+        self._results["cells"].sort(key=lambda c: (self._order.index(c["stage"]), c["family"]))
         write_atomically(self.path, json_document(self._results))
 
     def _missing(self) -> list[tuple[str, str]]:
@@ -121,10 +141,10 @@ class _Matrix:
             for cell in self._results["cells"]
             if cell["num_tasks"] == self.num_tasks
         }
-        return [key for key in self._order if key not in done]
+        return [key for key in self._asked if key not in done]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Evaluation:
     """One evaluation while it goes."""
 
@@ -133,10 +153,12 @@ class _Evaluation:
     config: EvalConfig
     matrix: _Matrix
     families: Mapping[str, TaskFamily]
+    num_threads: int
+    """Compute threads of each engine."""
 
-    async def fill_row(self, stage: str, cores: asyncio.Semaphore) -> None:
-        """Evaluate one checkpoint on every family that is missing, once a core is free."""
-        async with cores:
+    async def fill_row(self, stage: str, places: asyncio.Semaphore) -> None:
+        """Evaluate one checkpoint on every family that is missing, once there is a place."""
+        async with places:
             if self.workspace.stop.is_set():
                 return
             loaded = self.workspace.load(self.workspace.final(stage))
@@ -146,7 +168,7 @@ class _Evaluation:
                 loaded,
                 self.config.rollout,
                 policy_version=version,
-                num_threads=1,
+                num_threads=self.num_threads,
             ) as serve:
                 for family in self.matrix.missing_families(stage):
                     cell = await self._cell(serve, stage, family, version)
