@@ -82,8 +82,8 @@ async def run_recipe(workspace: Workspace) -> None:
             workspace.check_stop()
             if config.kind != "eval" and workspace.run.stage(name).final() is not None:
                 continue
-            if isinstance(config, SupervisedConfig):
-                workspace.gradients.start()  # they load while tokenizer and corpus are read
+            if _shares_gradients(config):
+                workspace.gradients.start()  # they load while this process reads what the stage needs
             else:
                 workspace.gradients.close()  # cores and memory are for engine, trainer and sandboxes
             started_s = time.monotonic()
@@ -95,6 +95,13 @@ async def run_recipe(workspace: Workspace) -> None:
                 workspace.run.event(
                     "stage_ended", stage=name, elapsed_s=time.monotonic() - started_s
                 )
+
+
+def _shares_gradients(config: StageConfig) -> bool:
+    """Say whether all cores compute gradients at once; beside a trainer of its own the engine works."""
+    if isinstance(config, RlConfig | DistillConfig):
+        return not config.trainer_process
+    return isinstance(config, SupervisedConfig)
 
 
 async def run_stage(workspace: Workspace, name: str, config: StageConfig) -> None:

@@ -15,6 +15,7 @@ from longarc.config.stages import LossConfig
 from longarc.config.training import OptimizerConfig
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.workspace import load_checkpoint
+from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 
 
@@ -40,9 +41,17 @@ class PolicyTrainerSpec:
     """Checkpoint of each family's teacher; empty where rewards teach."""
 
 
-def build_policy_trainer(spec: PolicyTrainerSpec) -> PolicyTrainer:
-    """Load weights, teachers and loss, and continue from the stage's own checkpoint if there is one."""
-    torch.set_num_threads(spec.num_threads)
+def build_policy_trainer(
+    spec: PolicyTrainerSpec, *, gradients: GradientSource | None = None
+) -> PolicyTrainer:
+    """Load weights, teachers and loss, and continue from the stage's own checkpoint if there is one.
+
+    Args:
+        spec: what the trainer is made of.
+        gradients: processes that compute gradients with this one, on one thread each; None computes them
+            here, on all threads of the spec.
+    """
+    torch.set_num_threads(spec.num_threads if gradients is None else 1)
     loaded = load_checkpoint(Path(spec.input_checkpoint))
     loss: PolicyLoss = load_object(spec.loss.path, kind=PolicyLoss)
     trainer = PolicyTrainer(
@@ -62,6 +71,8 @@ def build_policy_trainer(spec: PolicyTrainerSpec) -> PolicyTrainer:
         teachers=_teachers(spec.teachers) if spec.teachers else None,
         advantage_fn=partial(group_advantages, normalise=spec.advantage),
         policy_version=loaded.manifest.policy_version,
+        gradients=gradients or in_this_process,
+        num_update_threads=spec.num_threads,
     )
     if spec.resume_checkpoint is not None:
         trainer.load(spec.resume_checkpoint)

@@ -1,6 +1,6 @@
 """Takes a recorded step again from the checkpoint before it, and compares the weights bit for bit."""
 
-import asyncio
+import contextlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +12,7 @@ from longarc.pipeline.rl import trainer_spec
 from longarc.records.batch import StepReport
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.directory import RunDirectory
-from longarc.runs.reader import LedgerReader
+from longarc.trainer.data_parallel import GradientPool
 
 
 def replay_step(recipe: Recipe, run_dir: Path, where: str) -> tuple[StepReport, StepReport]:
@@ -42,18 +42,16 @@ def replay_step(recipe: Recipe, run_dir: Path, where: str) -> tuple[StepReport, 
                 f"stage {stage!r} of {run_dir} has {num_steps} recorded steps, 0 to {num_steps - 1}; {step} is not one"
             )
         start, spec = _start(recipe, run, stage, step, scratch)
-        return ledger.report(stage, step), asyncio.run(
-            _recompute(ledger, stage, spec, start=start, step=step)
-        )
-
-
-async def _recompute(
-    ledger: LedgerReader, stage: str, spec: PolicyTrainerSpec, *, start: int, step: int
-) -> StepReport:
-    trainer = build_policy_trainer(spec)
-    for earlier in range(start, step):
-        await trainer.step(ledger.batch(stage, earlier))
-    return await trainer.step(ledger.batch(stage, step))
+        config = recipe.stages[stage]
+        assert isinstance(config, RlConfig | DistillConfig)
+        with contextlib.closing(GradientPool(recipe.threads)) as pool:
+            # As many processes as in the run: their sums are added in that order.
+            trainer = build_policy_trainer(
+                spec, gradients=None if config.trainer_process else pool.open
+            )
+            for earlier in range(start, step):
+                trainer.take_step(ledger.batch(stage, earlier))
+            return ledger.report(stage, step), trainer.take_step(ledger.batch(stage, step))
 
 
 def _parse(recipe: Recipe, where: str) -> tuple[str, int]:

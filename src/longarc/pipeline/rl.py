@@ -4,7 +4,7 @@
 
     orchestrator -- sessions --> gateway --> engine (this process, one thread)
          |  \\-- boxes --> sandbox
-         \\-- batches --> trainer (this process, or one of its own) --weights--> engine
+         \\-- batches --> trainer (all processes in turn with the engine, or one of its own) --weights--> engine
 
 A resumed stage loads its newest checkpoint, takes the steps that the ledger recorded after it again,
 and must arrive at the recorded weights bit for bit before anything new is sampled.
@@ -66,7 +66,7 @@ async def reinforce(
         teachers=teachers or {},
     )
     first_version = loaded.manifest.policy_version
-    async with _trainer(spec, config) as trainer:
+    async with _trainer(workspace, spec, config) as trainer:
         version = await _catch_up(workspace, stage, trainer, resumed)
         saver = _Saver(workspace, stage, config, trainer, loaded, first_version)
         recipe = workspace.recipe
@@ -175,10 +175,11 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
 
 @contextlib.asynccontextmanager
 async def _trainer(
-    spec: PolicyTrainerSpec, config: RlConfig | DistillConfig
+    workspace: Workspace, spec: PolicyTrainerSpec, config: RlConfig | DistillConfig
 ) -> AsyncIterator[Trainer]:
     if not config.trainer_process:
-        yield build_policy_trainer(spec)
+        # The engine rests during a step, so the step may have every core.
+        yield build_policy_trainer(spec, gradients=workspace.gradients.open)
         return
     process = await ProcessTrainer.start(
         partial(build_policy_trainer, spec), num_threads=spec.num_threads

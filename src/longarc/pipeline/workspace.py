@@ -67,7 +67,7 @@ class Workspace:
     sink: MetricSink
     progress: Progress
     gradients: GradientPool
-    """The processes of supervised stages."""
+    """Processes that share the gradients of a step."""
     stop: asyncio.Event
 
     @property

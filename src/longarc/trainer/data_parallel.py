@@ -16,23 +16,27 @@
 
 import contextlib
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
-from typing import TypeAlias
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
+from typing import Any, Generic, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from longarc.config.model import ModelConfig
-from longarc.errors import ContractError, LongArcError, ResourceError, boundary
+from longarc.errors import ConfigError, ContractError, LongArcError, ResourceError, boundary
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.trainer import shared_memory
 from longarc.trainer.child import SPAWN, ctrl_c_held, death_of, enter_child, with_origin
-from longarc.trainer.gradients import Gradients, LossSums, Objective, add_gradients
-from longarc.trainer.packing import Document, split_documents
+from longarc.trainer.gradients import D, Gradients, Objective, S
+from longarc.trainer.packing import split_documents
+
+KEYS_PER_ROW = {"dense": 260.0, "sparse": 5000.0}
+"""Keys of a query that take as long as the rest of a token; measured with longarc-nano, only balances."""
 
 
 class GradientPool:
@@ -52,11 +56,12 @@ class GradientPool:
         while len(self._workers) < self._num_workers:
             self._workers.append(_Worker(rank=len(self._workers) + 1))
 
-    def open(self, model: Decoder, objective: Objective) -> Gradients:
+    def open(self, model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
         """Move the model's tensors to shared memory and let every worker build the same model on it.
 
         Raises:
             ResourceError: a worker died, or there is no memory.
+            ConfigError: the objective cannot be sent to a process.
         """
         objective.select_parameters(model)
         self.start()
@@ -69,41 +74,41 @@ class GradientPool:
         self._workers = []
 
 
-class _ParallelGradients:
+class _ParallelGradients(Generic[D, S]):
     """Adds the gradients of all shards to the ``.grad`` of one model."""
 
-    def __init__(self, model: Decoder, objective: Objective, workers: Sequence["_Worker"]) -> None:
+    def __init__(
+        self, model: Decoder, objective: Objective[D, S], workers: Sequence["_Worker"]
+    ) -> None:
         self._model = model
         self._objective = objective
         self._workers = workers
         self._trained = _trained(model)
+        task = _Task(model=model.config, dtype=model.output_weight.dtype, objective=objective)
+        opening = _Opening(task=task.pickled() if workers else b"")
         with boundary(ResourceError, "cannot get shared memory for the gradient processes"):
             descriptor = shared_memory.new_file(_memory_bytes(model, num_workers=len(workers)))
         try:
             memory = shared_memory.map_file(descriptor)
             _move_weights(model, memory, is_source=True)
             for worker in workers:
-                worker.ask(
-                    _Opening(
-                        model=model.config, dtype=model.output_weight.dtype, objective=objective
-                    ),
-                    descriptor,
-                )
+                worker.ask(opening, descriptor)
         finally:
             os.close(descriptor)
         self._places = [_gradient_places(model, memory, rank=worker.rank) for worker in workers]
         _raise_first([worker.answer("opening a model") for worker in workers])
 
-    def __call__(self, documents: Sequence[Document], step: int) -> LossSums:
+    def __call__(self, documents: Sequence[D], step: int) -> S:
         own, *others = split_documents(
             documents,
             num_shards=1 + len(self._workers),
             micro_batch_tokens=self._objective.micro_batch_tokens,
+            keys_per_row=KEYS_PER_ROW[self._objective.attention],
         )
         for worker, shard in zip(self._workers, others, strict=True):
             worker.ask(_Shard(documents=shard, step=step))
         try:
-            sums = add_gradients(self._model, self._objective, own, step)
+            sums = self._objective.add_gradients(self._model, own, step)
         finally:  # an answer that nobody reads would be taken for that of the next step
             answers = [worker.answer(f"step {step}") for worker in self._workers]
         for computed, places in zip(_raise_first(answers), self._places, strict=True):
@@ -122,19 +127,45 @@ class _ParallelGradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Opening:
-    """Asks a worker to build a model on the memory whose file descriptor follows."""
+class _Task:
+    """What a worker computes gradients of."""
 
     model: ModelConfig
     dtype: torch.dtype
-    objective: Objective
+    objective: Objective[Any, Any]
+
+    def pickled(self) -> bytes:
+        """Pickle once for all workers, and before any of them is asked.
+
+        Raises:
+            ConfigError: the objective has parts that cannot be pickled.
+        """
+        with boundary(ConfigError, f"cannot send the objective to a gradient process ({_HINT})"):
+            return bytes(ForkingPickler.dumps(self))
+
+    @classmethod
+    def unpickled(cls, pickled: bytes) -> "_Task":
+        with boundary(ConfigError, f"a gradient process cannot load the objective ({_HINT})"):
+            task: _Task = pickle.loads(pickled)
+        return task
+
+
+_HINT = "a loss has to stand in a module under its own name; or set threads = 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """Asks a worker to build a model on the memory whose file descriptor follows."""
+
+    task: bytes
+    """Pickled apart: a worker that cannot load it still takes the descriptor, and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
     """Asks a worker for the gradients of its documents."""
 
-    documents: Sequence[Document]
+    documents: Sequence[Any]
     step: int
 
 
@@ -142,7 +173,8 @@ class _Shard:
 class _Computed:
     """A worker's answer; the gradients are in the memory."""
 
-    sums: LossSums
+    sums: Any
+    """What the objective summed; None after an opening."""
     has_gradient: Sequence[bool]
     """Which of the trained parameters the shard reached."""
 
@@ -247,8 +279,9 @@ def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
                 with boundary(ContractError, f"gradient process {rank} failed"):
                     if isinstance(request, _Opening):
                         replica = None  # its memory goes before there is more
-                        replica = _Replica(request, recv_handle(connection), rank=rank)
-                        answer = _Computed(sums=LossSums(), has_gradient=())
+                        descriptor = recv_handle(connection)
+                        replica = _Replica(request.task, descriptor, rank=rank)
+                        answer = _Computed(sums=None, has_gradient=())
                     else:
                         assert replica is not None
                         answer = replica.compute(request)
@@ -260,13 +293,14 @@ def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
 class _Replica:
     """The model in a worker: weights that are read, gradients that are written."""
 
-    def __init__(self, opening: _Opening, descriptor: int, *, rank: int) -> None:
+    def __init__(self, pickled: bytes, descriptor: int, *, rank: int) -> None:
         try:
+            task = _Task.unpickled(pickled)
             memory = shared_memory.map_file(descriptor)
         finally:
             os.close(descriptor)
-        self._objective = opening.objective
-        self._model = build_model(opening.model, seed=0, dtype=opening.dtype)
+        self._objective = task.objective
+        self._model = build_model(task.model, seed=0, dtype=task.dtype)
         self._objective.select_parameters(self._model)
         _move_weights(self._model, memory, is_source=False)
         self._trained = _trained(self._model)
@@ -276,7 +310,7 @@ class _Replica:
         """Write the gradients of the shard to this worker's place."""
         for parameter in self._trained:
             parameter.grad = None
-        sums = add_gradients(self._model, self._objective, shard.documents, shard.step)
+        sums = self._objective.add_gradients(self._model, shard.documents, shard.step)
         for parameter, place in zip(self._trained, self._places, strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)

@@ -1,122 +1,75 @@
-"""Gradients of the supervised losses, summed over documents: the part of a step that processes can share."""
+"""Where the gradients of a step come from: the part of a step that processes can share.
 
-import math
+An :class:`Objective` adds the gradients of documents to a model and returns what it summed on the way.
+A :class:`GradientSource` does that for a whole step, here or with other processes beside this one.
+"""
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from longarc.errors import ContractError
-from longarc.models.decoder_base import Decoder, ForwardOutput
-from longarc.models.projection import token_logprobs
-from longarc.trainer.freeze import is_indexer, train_only
-from longarc.trainer.packing import Document, MicroBatch, pack_shared
+from longarc.models.decoder_base import Decoder
+from longarc.trainer.packing import Document
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """What is learned from documents, and by which parameters."""
+class Sums(Protocol):
+    """What a step adds up over its documents; plain numbers, so that it can cross processes."""
 
-    micro_batch_tokens: int
-    """Tokens in one forward and backward [tokens]."""
-    mode: Literal["lm", "indexer_warmup"]
-    """lm trains the next token; indexer_warmup trains only the indexer, towards dense attention."""
-    attention: Literal["dense", "sparse"]
-    """Which keys are attended to; the indexer warm-up is always dense."""
-    trains_indexer: bool
-    indexer_stride: int
-    """The sparse indexer loss looks at every n-th query."""
+    def add(self, other: Self) -> None:
+        """Add the sums of other documents of the step."""
+        ...
+
+
+D = TypeVar("D", bound=Document)
+D_contra = TypeVar("D_contra", bound=Document, contravariant=True)
+S = TypeVar("S", bound=Sums)
+S_co = TypeVar("S_co", bound=Sums, covariant=True)
+
+
+class Objective(Protocol[D_contra, S_co]):
+    """What is learned from documents of one kind; picklable, so that other processes learn the same."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens in one forward and backward [tokens]."""
+        ...
+
+    @property
+    def attention(self) -> Literal["dense", "sparse"]:
+        """Which keys are attended to."""
+        ...
 
     def select_parameters(self, model: Decoder) -> None:
         """Let exactly the parameters that are trained require a gradient."""
-        train_only(
-            model, lambda name: self.trains_indexer if is_indexer(name) else self.mode == "lm"
-        )
+        ...
+
+    def add_gradients(self, model: Decoder, documents: Sequence[D_contra], step: int) -> S_co:
+        """Add the gradients of documents, which are of sums and not of means, to ``.grad``.
+
+        Args:
+            model: receives them.
+            documents: any part of the step's documents; none is allowed.
+            step: for messages.
+
+        Raises:
+            LongArcError: a document cannot be learned from; no weight is changed.
+        """
+        ...
 
 
-@dataclass(slots=True)
-class LossSums:
-    """What a step adds up over its micro-batches; plain numbers, so that it can cross processes."""
-
-    lm_loss: float = 0.0
-    num_targets: int = 0
-    indexer_loss: float = 0.0
-    num_indexer_terms: int = 0
-    expert_counts: npt.NDArray[np.float64] | None = None
-    """Tokens routed to each expert [moe_layers, experts]; None before the first micro-batch."""
-
-    def add(self, other: "LossSums") -> None:
-        """Add the sums of other documents of the step."""
-        self.lm_loss += other.lm_loss
-        self.num_targets += other.num_targets
-        self.indexer_loss += other.indexer_loss
-        self.num_indexer_terms += other.num_indexer_terms
-        if self.expert_counts is None:
-            self.expert_counts = other.expert_counts
-        elif other.expert_counts is not None:
-            self.expert_counts = self.expert_counts + other.expert_counts
-
-
-Gradients: TypeAlias = Callable[[Sequence[Document], int], LossSums]
+Gradients: TypeAlias = Callable[[Sequence[D], int], S]
 """Adds the gradients of a step's documents to ``.grad``; the number is the step, for messages."""
 
-GradientSource: TypeAlias = Callable[[Decoder, Objective], Gradients]
-"""Where gradients are computed: prepares for a model, which is then updated in place."""
+
+class GradientSource(Protocol):
+    """Where gradients are computed: prepares for a model, which is then updated in place."""
+
+    def __call__(self, model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
+        """Return what computes the gradients of ``objective`` for this model."""
+        ...
 
 
-def in_this_process(model: Decoder, objective: Objective) -> Gradients:
-    """Compute all gradients here; the simplest :data:`GradientSource`."""
-    return partial(add_gradients, model, objective)
-
-
-def add_gradients(
-    model: Decoder, objective: Objective, documents: Sequence[Document], step: int
-) -> LossSums:
-    """Add the gradients of all documents, which are of sums and not of means, to ``.grad``.
-
-    Raises:
-        ContractError: a loss is not finite.
-        ConfigError: a document is longer than ``micro_batch_tokens``.
-    """
-    sums = LossSums()
-    for micro_batch in pack_shared(documents, micro_batch_tokens=objective.micro_batch_tokens):
-        sums.add(_add_micro_batch(model, objective, micro_batch, step))
-    return sums
-
-
-def _add_micro_batch(
-    model: Decoder, objective: Objective, micro_batch: MicroBatch, step: int
-) -> LossSums:
-    is_warmup = objective.mode == "indexer_warmup"
-    output: ForwardOutput = model(
-        micro_batch.token_ids,
-        micro_batch.layout,
-        attention="dense" if is_warmup else objective.attention,
-        indexer_loss="warmup" if is_warmup else "sparse" if objective.trains_indexer else "none",
-        indexer_stride=objective.indexer_stride,
-    )
-    total = output.indexer_loss_sum
-    lm_loss = 0.0
-    if not is_warmup:
-        logprobs, _ = token_logprobs(
-            output.hidden[micro_batch.source_rows], model.output_weight, micro_batch.target_ids
-        )
-        lm_loss_sum = -logprobs.sum()
-        lm_loss = lm_loss_sum.item()
-        total = total + lm_loss_sum
-    if not math.isfinite(total.item()):
-        raise ContractError(
-            f"the loss of step {step} is {total.item()}; the weights are unchanged. Lower the learning "
-            f"rate, or look for damaged weights"
-        )
-    total.backward()  # type: ignore[no-untyped-call]
-    return LossSums(
-        lm_loss=lm_loss,
-        num_targets=len(micro_batch.target_ids),
-        indexer_loss=output.indexer_loss_sum.item(),
-        num_indexer_terms=output.num_indexer_terms,
-        expert_counts=output.expert_counts.numpy().astype(np.float64),
-    )
+def in_this_process(model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
+    """Compute all gradients here; the simplest :class:`GradientSource`."""
+    objective.select_parameters(model)
+    return partial(objective.add_gradients, model)

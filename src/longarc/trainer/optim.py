@@ -113,9 +113,11 @@ class MuonAdamW:
         self._adam = self._build_adam(groups)
         self._run: Callable[..., Iterable[Tensor]] = map
         if num_threads > 1:
-            # Asking for torch's own thread count applies it to the new threads.
             self._run = ThreadPoolExecutor(
-                num_threads, thread_name_prefix="muon", initializer=torch.get_num_threads
+                num_threads,
+                thread_name_prefix="muon",
+                initializer=torch.set_num_threads,  # of one operator in one of these threads
+                initargs=(1,),
             ).map
 
     @property

@@ -12,9 +12,10 @@ vocabulary, so that only trained tokens are projected.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,9 @@ class Document:
             return np.arange(1, len(self.token_ids), dtype=np.int64)
         mask = np.asarray(self.train_mask, dtype=bool)
         return np.flatnonzero(mask[1:]).astype(np.int64) + 1
+
+
+D = TypeVar("D", bound=Document)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,13 +99,23 @@ def pack_shared(documents: Sequence[Document], *, micro_batch_tokens: int) -> li
 
 
 def split_documents(
-    documents: Sequence[Document], *, num_shards: int, micro_batch_tokens: int
-) -> list[list[Document]]:
+    documents: Sequence[D],
+    *,
+    num_shards: int,
+    micro_batch_tokens: int,
+    keys_per_row: float = math.inf,
+) -> list[list[D]]:
     """Deal documents to shards that take about as long, those that begin alike together.
 
-    Sorted by their tokens, each document shares most with its neighbours; so a cut separates at most one
-    common beginning, which is then computed in two shards. Documents without a target are left out, and
-    few documents leave shards empty.
+    Sorted by their tokens, each document shares most with its neighbours. Those that share half of what
+    they are stay together, unless they are more than one shard's part. Documents without a target are
+    left out, and few documents leave shards empty.
+
+    Args:
+        documents: in any order.
+        num_shards: lists to return.
+        micro_batch_tokens: as in :func:`pack_shared`.
+        keys_per_row: keys whose attention takes as long as the rest of a row's way through the layers.
 
     Raises:
         ConfigError: a sequence is longer than ``micro_batch_tokens``.
@@ -109,18 +123,47 @@ def split_documents(
     sequences = sorted(
         _sequences(documents, micro_batch_tokens), key=lambda sequence: sequence.inputs.tobytes()
     )
-    # A row's way through the layers takes about twice as long as a target's through the vocabulary.
+    shared = _shared_with_previous(sequences)
     costs = [
-        2 * (len(sequence.inputs) - num_shared) + len(sequence.target_ids)
-        for sequence, num_shared in zip(sequences, _shared_with_previous(sequences), strict=True)
+        _cost(sequence, num_shared, keys_per_row)
+        for sequence, num_shared in zip(sequences, shared, strict=True)
     ]
-    shards: list[list[Document]] = [[] for _ in range(num_shards)]
-    total, done = sum(costs), 0
-    for sequence, cost in zip(sequences, costs, strict=True):
-        middle = (2 * done + cost) * num_shards // (2 * total)
-        shards[middle].append(documents[sequence.index])
-        done += cost
-    return shards
+    starts = [i for i, n in enumerate(shared) if 2 * n < len(sequences[i].inputs)]
+    families = [
+        range(start, end)
+        for start, end in itertools.pairwise([*starts, len(sequences)])
+        if start < end
+    ]
+    parts = [part for family in families for part in _cut(family, costs, sum(costs) / num_shards)]
+    # The longest first, each to the shard that has least: the classic way to finish together.
+    loads = [0] * num_shards
+    members: list[list[int]] = [[] for _ in range(num_shards)]
+    for part in sorted(parts, key=lambda part: -_total(part, costs)):
+        shard = loads.index(min(loads))
+        loads[shard] += _total(part, costs)
+        members[shard] += part
+    return [[documents[sequences[i].index] for i in sorted(shard)] for shard in members]
+
+
+def _cost(sequence: "_Sequence", num_shared: int, keys_per_row: float) -> int:
+    """Return how long a sequence takes of which ``num_shared`` rows are there already."""
+    length = len(sequence.inputs)
+    num_keys = (length**2 - num_shared**2) / 2
+    rows = length - num_shared + num_keys / keys_per_row
+    # A row's way through the layers takes about twice as long as a target's through the vocabulary.
+    return round(2 * rows) + len(sequence.target_ids)
+
+
+def _total(part: range, costs: Sequence[int]) -> int:
+    return sum(costs[part.start : part.stop])
+
+
+def _cut(part: range, costs: Sequence[int], limit: float) -> list[range]:
+    """Halve a part until none takes longer than ``limit`` or consists of more than one sequence."""
+    if len(part) == 1 or _total(part, costs) <= limit:
+        return [part]
+    middle = len(part) // 2
+    return [*_cut(part[:middle], costs, limit), *_cut(part[middle:], costs, limit)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,43 +2,38 @@
 
 ::
 
-    groups -> items (advantage, weight) -> packed micro-batches -> log pi of trained tokens
-           -> PolicyLoss (sum, normaliser) -> summed gradients -> divide once, clip, step
+    groups -> items (advantage, weight) -> documents -> PolicyObjective: summed gradients, normaliser
+           -> divide once, clip, step
 
 A batch gets exactly one update, so the policy at the start of the step is the policy of the forward
 pass: proximal log-probabilities are that pass, detached, and cost nothing.
 """
 
 import asyncio
-import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from longarc.algos.advantages import group_advantages
-from longarc.algos.distill import distillation_advantages
-from longarc.algos.protocols import AdvantageFn, LossInputs, PolicyLoss
-from longarc.algos.token_loss import TokenLoss
+from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.config.training import OptimizerConfig
-from longarc.errors import ConfigError, ContractError, boundary
-from longarc.models.decoder_base import Decoder, ForwardOutput
+from longarc.errors import ConfigError, ContractError
+from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
-from longarc.models.projection import token_logprobs
 from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import WeightSource
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.credit import Reduction, TrainItem, train_items
-from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.observation import Observation, StepFacts
 from longarc.trainer.optim import MuonAdamW
-from longarc.trainer.packing import Document, MicroBatch, pack_shared
+from longarc.trainer.policy_objective import PolicyDocument, PolicyObjective, distinct_teachers
 from longarc.trainer.publish import WeightPublisher
 from longarc.trainer.update import (
     clip_gradients,
@@ -87,6 +82,8 @@ class PolicyTrainer:
         teachers: Mapping[str, Decoder] | None = None,
         advantage_fn: AdvantageFn = group_advantages,
         policy_version: int = 0,
+        gradients: GradientSource = in_this_process,
+        num_update_threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take over ``model``: everything but the indexer is trained (GLM-5, section 3.2).
@@ -99,33 +96,40 @@ class PolicyTrainer:
             teachers: frozen teacher of each family; None trains on rewards.
             advantage_fn: group baseline; not used with teachers.
             policy_version: optimizer steps that are already in the weights.
+            gradients: where gradients are computed; ``GradientPool.open`` shares the work with processes.
+            num_update_threads: threads of the optimizer, which works while those processes wait.
             clock: monotonic [seconds]; only measures throughput.
 
         Raises:
             ConfigError: the loss does not take these settings, or the temperature is 0.
         """
-        if not settings.temperature > 0:
-            raise ConfigError(
-                f"temperature={settings.temperature} has no log-probabilities to train on: greedy "
-                f"rollouts are for evaluation; set a temperature above 0"
-            )
         self.model = model
         self.policy_version = policy_version
         self._settings = settings
-        self._loss = _bind(loss, settings.loss_settings)
         self._teachers = teachers
         self._advantage_fn = advantage_fn
         self._publisher = WeightPublisher(publish_directory)
         self._clock = clock
         # One thread and not a lock: a caller that is cancelled leaves the step running, and whoever
-        # saves next must still wait for it. Asking for the thread count applies it to the new thread.
+        # saves next must still wait for it. torch counts threads per thread, so it is told ours.
         self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="trainer", initializer=torch.get_num_threads
+            max_workers=1,
+            thread_name_prefix="trainer",
+            initializer=torch.set_num_threads,
+            initargs=(torch.get_num_threads(),),
         )
-        train_only(model, lambda name: not is_indexer(name))
-        for teacher in (teachers or {}).values():
-            train_only(teacher, lambda _: False)
-        self._optimizer = MuonAdamW(model, model.config, settings.optimizer)
+        self._objective = PolicyObjective(
+            micro_batch_tokens=settings.micro_batch_tokens,
+            temperature=settings.temperature,
+            attention=settings.attention,
+            loss=loss,
+            loss_settings=settings.loss_settings,
+            teachers=teachers,
+        )
+        self._add_gradients = gradients(model, self._objective)
+        self._optimizer = MuonAdamW(
+            model, model.config, settings.optimizer, num_threads=num_update_threads
+        )
 
     async def step(self, batch: Batch) -> StepReport:
         """Take one optimizer step in the trainer's thread; see :meth:`take_step`."""
@@ -192,35 +196,37 @@ class PolicyTrainer:
             items = _by_teacher(items, self._teachers)
         if batch.resets_optimizer:
             self._optimizer.reset()
-        observation = Observation(items, trainer_version=batch.trainer_version)
-        normaliser = self._accumulate_all(items, observation)
+        documents = _documents(items)
+        self._optimizer.zero_grad()
+        sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
-        divide_gradients(parameters, normaliser)
+        divide_gradients(parameters, sums.normaliser)
         grad_norm = clip_gradients(parameters, max_norm=settings.optimizer.grad_clip)
         if not math.isfinite(grad_norm):
             raise ContractError(
                 f"the gradient norm of step {batch.step} is {grad_norm}, from trajectory "
-                f"{self._culprit(items)}; the weights are unchanged. Lower the learning rate or the "
+                f"{self._culprit(documents, batch.step)}; the weights are unchanged. Lower the learning rate or the "
                 f"bounds of the loss"
             )
         lr = learning_rate(batch.step, settings.optimizer, num_steps=settings.num_steps)
         self._optimizer.step(lr)
-        if settings.router_bias_rate > 0 and observation.expert_counts is not None:
-            update_router_bias(self.model, observation.expert_counts, settings.router_bias_rate)
+        if settings.router_bias_rate > 0 and sums.expert_counts is not None:
+            counts = torch.from_numpy(sums.expert_counts)
+            update_router_bias(self.model, counts, settings.router_bias_rate)
         self._optimizer.zero_grad()
         self.policy_version += 1
         facts = StepFacts(
             grad_norm=grad_norm,
             lr=lr,
-            normaliser=normaliser,
             elapsed_s=self._clock() - started_s,
             is_distillation=self._teachers is not None,
         )
+        observation = Observation(items, sums, trainer_version=batch.trainer_version)
         return StepReport(
             step=batch.step,
             policy_version=self.policy_version,
             weights_sha256=weights_sha256(self.model),
-            num_trained_tokens=observation.num_trained_tokens,
+            num_trained_tokens=sums.num_trained_tokens,
             metrics=observation.metrics(batch, facts),
             token_reports=observation.token_reports(settings.num_token_reports),
             histograms=observation.histograms(),
@@ -230,140 +236,38 @@ class PolicyTrainer:
         call = partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _accumulate_all(self, items: Sequence[TrainItem], observation: Observation) -> float:
-        """Leave summed gradients on the parameters; return the global normaliser."""
-        self._optimizer.zero_grad()
-        documents = [
-            Document(token_ids=i.segment.token_ids, train_mask=i.segment.train_mask) for i in items
-        ]
-        for item in items:
-            if item.segment.train_mask[0]:
-                raise ContractError(
-                    f"trajectory {item.trajectory.id}: segment {item.segment.order} trains on its first "
-                    f"token, which nothing predicts; a segment starts with a prompt"
-                )
-        normaliser = 0.0
-        for micro_batch in pack_shared(
-            documents, micro_batch_tokens=self._settings.micro_batch_tokens
-        ):
-            normaliser += self._accumulate(micro_batch, items, observation)
-        return normaliser
-
-    def _accumulate(
-        self, micro_batch: MicroBatch, items: Sequence[TrainItem], observation: Observation
-    ) -> float:
-        """Add one micro-batch's gradients and observations; return its normaliser."""
-        output: ForwardOutput = self.model(
-            micro_batch.token_ids, micro_batch.layout, attention=self._settings.attention
-        )
-        policy, entropy = self._logprobs(self.model, output, micro_batch, with_entropy=True)
-        token = _TokenTable.gather(micro_batch, items, like=policy)
-        advantages = token.advantages
-        if self._teachers is not None:
-            teacher = self._teacher_logprobs(self._teachers, micro_batch, items)
-            advantages = distillation_advantages(policy, teacher.to(policy.dtype))
-        inputs = LossInputs(
-            policy_logprobs=policy,
-            proximal_logprobs=policy.detach(),
-            behaviour_logprobs=token.behaviour_logprobs,
-            advantages=advantages,
-            train_mask=torch.ones_like(policy, dtype=torch.bool),
-            token_weights=token.weights,
-        )
-        self._refuse_non_finite(inputs, micro_batch, items)
-        loss = self._loss(inputs)
-        if not math.isfinite(loss.loss_sum.item()):
-            raise ContractError(
-                f"the loss is {loss.loss_sum.item()} although all its inputs are finite, from one of the "
-                f"trajectories {_trajectory_ids(micro_batch, items)}; check the settings of the loss"
-            )
-        loss.loss_sum.backward()  # type: ignore[no-untyped-call]
-        observation.add(
-            micro_batch,
-            inputs,
-            loss,
-            entropy=None if entropy is None else entropy.detach(),
-            expert_counts=output.expert_counts.detach(),
-        )
-        return loss.normaliser.item()
-
-    def _logprobs(
-        self, model: Decoder, output: ForwardOutput, micro_batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Project only the rows that predict a trained token."""
-        return token_logprobs(
-            output.hidden[micro_batch.source_rows],
-            model.output_weight,
-            micro_batch.target_ids,
-            temperature=self._settings.temperature,
-            with_entropy=with_entropy,
-        )
-
-    @torch.no_grad()
-    def _teacher_logprobs(
-        self, teachers: Mapping[str, Decoder], micro_batch: MicroBatch, items: Sequence[TrainItem]
-    ) -> Tensor:
-        """Score each token with the teacher of its family, at the temperature of the rollout."""
-        families = [items[i].trajectory.family for i in micro_batch.sequence_indices.tolist()]
-        scores = torch.zeros(len(families), dtype=self.model.output_weight.dtype)
-        for teacher in _distinct(teachers[family] for family in sorted(set(families))):
-            output: ForwardOutput = teacher(
-                micro_batch.token_ids, micro_batch.layout, attention=self._settings.attention
-            )
-            logprobs, _ = self._logprobs(teacher, output, micro_batch, with_entropy=False)
-            is_own = torch.tensor([teachers[family] is teacher for family in families])
-            scores = torch.where(is_own, logprobs.to(scores.dtype), scores)
-        return scores
-
-    def _refuse_non_finite(
-        self, inputs: LossInputs, micro_batch: MicroBatch, items: Sequence[TrainItem]
-    ) -> None:
-        for name in ("policy_logprobs", "behaviour_logprobs", "advantages", "token_weights"):
-            values: Tensor = getattr(inputs, name).detach()
-            bad = (~values.isfinite()).nonzero()
-            if len(bad):
-                row = int(bad[0])
-                item = items[int(micro_batch.sequence_indices[row])]
-                raise ContractError(
-                    f"trajectory {item.trajectory.id}: {name} of token {int(micro_batch.positions[row])} in "
-                    f"segment {item.segment.order} is {values[row].item()}; the weights are unchanged. "
-                    f"Look for damaged weights, or an engine that sampled from another distribution"
-                )
-
-    def _culprit(self, items: Sequence[TrainItem]) -> str:
+    def _culprit(self, documents: Sequence[PolicyDocument], step: int) -> str:
         """Find the trajectory whose gradient alone is not finite; only called when all is lost."""
-        for item in items:
-            self._accumulate_all([item], Observation([item], trainer_version=self.policy_version))
+        for document in documents:
+            self._optimizer.zero_grad()
+            self._objective.add_gradients(self.model, [document], step)
             if not math.isfinite(clip_gradients(self._optimizer.parameters, max_norm=math.inf)):
-                return item.trajectory.id
+                return document.trajectory_id
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _TokenTable:
-    """Per-token constants of a micro-batch, aligned with its targets."""
-
-    behaviour_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-
-    @classmethod
-    def gather(
-        cls, micro_batch: MicroBatch, items: Sequence[TrainItem], *, like: Tensor
-    ) -> "_TokenTable":
-        pairs = list(
-            zip(micro_batch.sequence_indices.tolist(), micro_batch.positions.tolist(), strict=True)
+def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
+    """Return what the objective sees of each item."""
+    for item in items:
+        if item.segment.train_mask[0]:
+            raise ContractError(
+                f"trajectory {item.trajectory.id}: segment {item.segment.order} trains on its first "
+                f"token, which nothing predicts; a segment starts with a prompt"
+            )
+    return [
+        PolicyDocument(
+            token_ids=item.segment.token_ids,
+            train_mask=item.segment.train_mask,
+            index=index,
+            trajectory_id=item.trajectory.id,
+            segment_order=item.segment.order,
+            family=item.trajectory.family,
+            behaviour_logprobs=item.segment.behaviour_logprobs,
+            advantage=item.advantage,
+            token_weight=item.token_weight,
         )
-        behaviour = [items[i].segment.behaviour_logprobs[p] for i, p in pairs]
-        return cls(
-            behaviour_logprobs=like.new_tensor(behaviour),
-            advantages=like.new_tensor([items[i].advantage for i, _ in pairs]),
-            weights=like.new_tensor([items[i].token_weight for i, _ in pairs]),
-        )
-
-
-def _trajectory_ids(micro_batch: MicroBatch, items: Sequence[TrainItem]) -> list[str]:
-    return sorted({items[i].trajectory.id for i in micro_batch.sequence_indices.tolist()})
+        for index, item in enumerate(items)
+    ]
 
 
 def _by_teacher(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> list[TrainItem]:
@@ -373,29 +277,7 @@ def _by_teacher(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> 
         raise ConfigError(
             f"families {missing} have no teacher; teachers are given for {sorted(teachers)}"
         )
-    order = {id(t): i for i, t in enumerate(_distinct(teachers[f] for f in sorted(teachers)))}
+    order = {
+        id(t): i for i, t in enumerate(distinct_teachers(teachers[f] for f in sorted(teachers)))
+    }
     return sorted(items, key=lambda item: order[id(teachers[item.trajectory.family])])
-
-
-def _distinct(teachers: Iterable[Decoder]) -> list[Decoder]:
-    """Return each teacher once; several families may share one."""
-    return list({id(teacher): teacher for teacher in teachers}.values())
-
-
-def _bind(
-    loss: PolicyLoss, loss_settings: Mapping[str, float]
-) -> Callable[[LossInputs], TokenLoss]:
-    """Return the loss with its settings, which are checked against its signature now."""
-    try:
-        inspect.signature(loss).bind(None, **loss_settings)
-    except TypeError as error:
-        raise ConfigError(
-            f"the loss does not take the settings {dict(loss_settings)}: {error}; it takes "
-            f"{inspect.signature(loss)}"
-        ) from error
-
-    def bound(inputs: LossInputs) -> TokenLoss:
-        with boundary(ContractError, "the policy loss failed"):
-            return loss(inputs, **loss_settings)
-
-    return bound

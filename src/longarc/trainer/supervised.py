@@ -15,9 +15,10 @@ from longarc.models.moe import update_router_bias
 from longarc.records.metric import Metric
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.freeze import is_indexer
-from longarc.trainer.gradients import GradientSource, LossSums, Objective, in_this_process
+from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.packing import Document
+from longarc.trainer.supervised_objective import LossSums, SupervisedObjective
 from longarc.trainer.update import clip_gradients, divide_gradients, learning_rate
 
 
@@ -85,14 +86,13 @@ class SupervisedTrainer:
         self._clock = clock
         is_warmup = settings.mode == "indexer_warmup"
         is_sparse = settings.attention == "sparse"
-        objective = Objective(
+        objective = SupervisedObjective(
             micro_batch_tokens=settings.micro_batch_tokens,
             mode=settings.mode,
             attention=settings.attention,
             trains_indexer=is_warmup or (is_sparse and settings.indexer_loss_coeff > 0),
             indexer_stride=settings.indexer_stride,
         )
-        objective.select_parameters(model)
         self._add_gradients = gradients(model, objective)
         self._optimizer = MuonAdamW(
             model, model.config, settings.optimizer, num_threads=num_update_threads

@@ -5,18 +5,30 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_fixtures import TINY_LLAMA, ends_soon, tiny_model
+from trainer_fixtures import (
+    TINY_LLAMA,
+    ends_soon,
+    make_batch,
+    make_group,
+    make_segment,
+    make_trajectory,
+    random_batch,
+    tiny_model,
+)
 
+from longarc.algos import losses
 from longarc.config.training import OptimizerConfig
-from longarc.errors import ContractError, ResourceError
+from longarc.errors import ConfigError, ContractError, ResourceError
 from longarc.records.metric import combine
 from longarc.trainer.data_parallel import GradientPool
 from longarc.trainer.gradients import in_this_process
 from longarc.trainer.packing import Document
+from longarc.trainer.policy import PolicySettings, PolicyTrainer
 from longarc.trainer.supervised import SupervisedSettings, SupervisedTrainer
 from longarc.trainer.update import weights_sha256
 
@@ -81,6 +93,92 @@ def test_two_processes_compute_what_one_does(pool, changes, count):
         assert others == pytest.approx(values, rel=1e-9)
     for name, value in tensors.items():
         torch.testing.assert_close(other_tensors[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+def policy_trainer(
+    gradients, tmp_path, *, model=None, loss=losses.icepop, teachers=None, **changes
+):
+    values = {
+        "optimizer": OptimizerConfig(lr=1e-2, use_muon=False, grad_clip=1e9, weight_decay=0.0),
+        "num_steps": 10,
+        "micro_batch_tokens": 60,
+    }
+    return PolicyTrainer(
+        model or tiny_model(dtype=torch.float64),
+        PolicySettings(**(values | changes)),
+        loss=loss,
+        publish_directory=str(tmp_path),
+        teachers=teachers,
+        gradients=gradients,
+        clock=lambda: 0.0,
+    )
+
+
+@pytest.mark.parametrize("seeds", [{}, {"math": 7, "code": 8}], ids=["rewards", "teachers"])
+def test_a_policy_step_of_two_processes_is_that_of_one(pool, tmp_path, seeds):
+    reports, tensors = [], []
+    for gradients in (in_this_process, pool.open):
+        teachers = {f: tiny_model(seed=s, dtype=torch.float64) for f, s in seeds.items()}
+        trainer = policy_trainer(gradients, tmp_path, teachers=teachers or None)
+        steps = [random_batch(seed=s, step=s, version=s, families=("math", "code")) for s in (0, 1)]
+        reports.append([trainer.take_step(batch) for batch in steps])
+        tensors.append(weights(trainer))
+    for name, value in tensors[0].items():
+        torch.testing.assert_close(tensors[1][name], value, rtol=0, atol=1e-9, msg=name)
+    for one, two in zip(*reports, strict=True):
+        metrics = [combine(report.metrics) for report in (one, two)]
+        assert metrics[1] == pytest.approx(metrics[0], rel=1e-9, abs=1e-12)
+        assert two.num_trained_tokens == one.num_trained_tokens
+        for expected, token_report in zip(one.token_reports, two.token_reports, strict=True):
+            assert token_report.trajectory_id == expected.trajectory_id
+            assert token_report.policy_logprobs == pytest.approx(expected.policy_logprobs)
+            assert token_report.advantages == pytest.approx(expected.advantages)
+        for name, samples in one.histograms.items():
+            assert sorted(two.histograms[name]) == pytest.approx(sorted(samples), abs=1e-12)
+
+
+def test_policy_steps_of_two_processes_are_bit_identical_every_time(pool, tmp_path):
+    digests = [
+        policy_trainer(pool.open, tmp_path, model=tiny_model())
+        .take_step(random_batch())
+        .weights_sha256
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_an_engine_and_a_worker_that_disagree_are_named_from_the_worker(pool, tmp_path):
+    # Sorted by tokens, the second is the worker's.
+    good = make_segment([1] * 20, (5, 6), [-4.0, -4.0])
+    bad = make_segment([2] * 20, (5, 6), [-4.0, float("nan")])
+    members = [
+        make_trajectory([segment], name=name, reward=reward)
+        for segment, name, reward in ((good, "good", 1.0), (bad, "bad", 0.0))
+    ]
+    trainer = policy_trainer(pool.open, tmp_path)
+    before = weights(trainer)
+    with pytest.raises(ContractError, match="trajectory bad: behaviour_logprobs of token 21"):
+        trainer.take_step(make_batch([make_group(members)]))
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    trainer.take_step(random_batch())
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_loss_that_cannot_be_sent_is_refused_and_the_pool_goes_on(
+    pool, tmp_path, monkeypatch, where
+):
+    def local_loss(inputs):
+        return losses.icepop(inputs, low=0.5, high=2.0, eps_low=0.2, eps_high=0.2)
+
+    if where == "there":  # it can be pickled by name, but no other process has it
+        local_loss.__qualname__ = "local_loss"
+        module = types.ModuleType("only_in_this_process")
+        local_loss.__module__ = module.__name__
+        module.local_loss = local_loss
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ConfigError, match="under its own name; or set threads = 1"):
+        policy_trainer(pool.open, tmp_path, loss=local_loss)
+    policy_trainer(pool.open, tmp_path).take_step(random_batch())
 
 
 def test_a_model_without_experts_or_indexer_is_shared_too(pool):

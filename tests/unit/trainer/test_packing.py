@@ -99,4 +99,14 @@ def test_a_target_weighs_half_as_much_in_a_split_as_a_token_to_compute():
     context = Document(token_ids=[1] * 46, train_mask=[False] * 45 + [True])  # 2 x 45 + 1
     answers = [Document(token_ids=[i] * 11) for i in range(2, 7)]  # 2 x 10 + 10 each
     shards = split_documents([context, *answers], num_shards=2, micro_batch_tokens=100)
-    assert shards == [[context, answers[0]], answers[1:]]
+    assert shards == [[context, answers[4]], answers[:4]]
+
+
+@pytest.mark.parametrize(("keys_per_row", "num_first"), [(1e9, 2), (1.0, 1)])
+def test_attention_weighs_in_a_split_what_its_keys_cost(keys_per_row, num_first):
+    lengths = (60, 20, 20, 20, 20)
+    documents = [Document(token_ids=[i] * (n + 1)) for i, n in enumerate(lengths)]
+    shards = split_documents(
+        documents, num_shards=2, micro_batch_tokens=100, keys_per_row=keys_per_row
+    )
+    assert [len(shard) for shard in shards] == [num_first, len(lengths) - num_first]

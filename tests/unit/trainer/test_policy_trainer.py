@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,21 @@ def test_training_on_one_reward_makes_the_rewarded_answer_likelier(tmp_path):
         report = trainer.take_step(make_batch([group], step=step, version=step))
         logprobs.append(sum(report.token_reports[0].policy_logprobs))
     assert logprobs[0] < logprobs[1] < logprobs[2]
+
+
+def test_a_trainer_keeps_its_threads_whatever_an_engine_sets_for_itself(tmp_path):
+    seen = []
+
+    def watching_loss(inputs):
+        seen.append(torch.get_num_threads())
+        return losses.ppo_clip(inputs)
+
+    trainer = make_trainer(tmp_path, loss=watching_loss)  # this thread has 1
+    engine = threading.Thread(target=torch.set_num_threads, args=(2,))
+    engine.start()
+    engine.join()
+    asyncio.run(trainer.step(random_batch()))
+    assert seen == [1]
 
 
 # Distillation

@@ -127,7 +127,7 @@ LONGARC_ONE_COPY void attend_heads(const float* q, int64_t q_stride, const Keys&
 }
 
 struct AttendScratch {
-    std::vector<float> q, scores;
+    Floats q, scores;
     std::vector<SoftmaxStats> stats;
 };
 
@@ -156,7 +156,7 @@ inline void attend(const float* q, float scale, int64_t num_heads, const Keys& k
 
 // Keys gathered for one query: rows of `dim` floats chosen by index, blocked for scoring and row-major for values.
 struct Gathered {
-    std::vector<float> blocked, rows;
+    Floats blocked, rows;
     int64_t stride = 0;
 
     template <class Index>

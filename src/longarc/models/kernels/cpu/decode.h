@@ -73,7 +73,7 @@ struct SeenKeys {
 struct ChunkScratch {
     Scratch x, normed, projected, query, attended, merged, gate_up, activated, logits, weights, slots, index;
     std::vector<int32_t> chosen;
-    std::vector<float> scores;
+    Floats scores;
     SeenKeys seen[2];
     AttendScratch attend;
     RowScratch attend_rows;
@@ -205,7 +205,7 @@ inline void mla_project(const MlaShape& shape, const MlaLayer& layer, const Rows
 // Finds what a row attends to.
 inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
                     const float* index_query, const float* index_weights, SeenKeys& seen,
-                    std::vector<float>& scores) {
+                    Floats& scores) {
     const int64_t dim = shape.latent + shape.rope, start = rows.slots[row] * rows.max_length;
     const int64_t num_keys = rows.positions[row] + 1;
     const int64_t room = std::max(num_keys, shape.index_topk) + LANES;

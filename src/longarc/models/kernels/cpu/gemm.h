@@ -167,7 +167,7 @@ class Scratch {
     }
 
   private:
-    std::vector<float> memory_;
+    Floats memory_;
 };
 
 // dw += dy^T x, the weight gradient of y = x w^T; rows in blocks whose panels stay in the cache.

@@ -53,10 +53,10 @@ inline Vec sum_each(Vec* rows) {
 #endif
 }
 
-// scores[key][head] = q[head] . key for `dim` numbers of a key; q is padded with zeros to whole vectors. Behind the
-// last key its score is repeated up to a whole vector.
-inline void row_scores(const float* q, int64_t q_stride, const RowKeys& keys, int64_t dim, float* scores,
-                       const RowsAhead& ahead) {
+// As row_scores; HAS_REST says whether `dim` is no multiple of LANES.
+template <bool HAS_REST, bool FETCH>
+inline void row_scores_of(const float* q, int64_t q_stride, const RowKeys& keys, int64_t dim, float* scores,
+                          const RowsAhead& ahead) {
     const int64_t whole = dim / LANES * LANES;
     for (int64_t j = 0; j < keys.num; j += VECTOR_KEYS) {
         const float* row[VECTOR_KEYS];
@@ -76,13 +76,26 @@ inline void row_scores(const float* q, int64_t q_stride, const RowKeys& keys, in
             }
         };
         for (int64_t d = 0; d < whole; d += LANES) add(d, [](const float* from) { return load(from); });
-        if (whole < dim) {
+        if constexpr (HAS_REST) {
             const int rest = int(dim - whole);
             add(whole, [rest](const float* from) { return load_first(from, rest); });
         }
-        for (int k = 0; k < VECTOR_KEYS; k++) ahead.fetch(j + k);
+        if constexpr (FETCH)
+            for (int k = 0; k < VECTOR_KEYS; k++) ahead.fetch(j + k);
         store(scores + j * GROUP, sum_each(sums));
     }
+}
+
+// scores[key][head] = q[head] . key for `dim` numbers of a key; q is padded with zeros to whole vectors. Behind the
+// last key its score is repeated up to a whole vector.
+inline void row_scores(const float* q, int64_t q_stride, const RowKeys& keys, int64_t dim, float* scores,
+                       const RowsAhead& ahead) {
+    if (dim % LANES)
+        row_scores_of<true, true>(q, q_stride, keys, dim, scores, ahead);
+    else if (ahead.num)
+        row_scores_of<false, true>(q, q_stride, keys, dim, scores, ahead);
+    else
+        row_scores_of<false, false>(q, q_stride, keys, dim, scores, ahead);
 }
 
 // Combines the lanes of each head; every lane of the result holds its head's value.
@@ -142,15 +155,16 @@ inline void row_sums(const float* weights, const float* factors, const RowKeys& 
 
 inline void weighted_rows(const float* weights, const float* factors, const RowKeys& keys, int64_t width, float* out,
                           int64_t out_stride, int64_t num_heads) {
+    constexpr int VECS = LANES == 16 ? 4 : 2;  // GROUP * VECS sums fit the registers
     int64_t d = 0;
-    for (; d + 4 * LANES <= width; d += 4 * LANES)
-        row_sums<4>(weights, factors, keys, d, LANES, out, out_stride, num_heads);
+    for (; d + VECS * LANES <= width; d += VECS * LANES)
+        row_sums<VECS>(weights, factors, keys, d, LANES, out, out_stride, num_heads);
     for (; d < width; d += LANES)
         row_sums<1>(weights, factors, keys, d, int(std::min<int64_t>(LANES, width - d)), out, out_stride, num_heads);
 }
 
 struct RowScratch {
-    std::vector<float> q, scores, d_out, d_scores, d_query;
+    Floats q, scores, d_out, d_scores, d_query;
     std::vector<SoftmaxStats> stats;  // one per head, whole groups
 
     void reserve(int64_t num_heads, int64_t num_keys) {
@@ -165,7 +179,7 @@ struct RowScratch {
 
 // Up to GROUP rows of `width` numbers, times `factor`, with zeros behind each row and for missing heads.
 inline const float* padded_heads(const float* from, int64_t num_heads, int64_t width, float factor,
-                                 std::vector<float>& to) {
+                                 Floats& to) {
     const int64_t stride = round_up(width, LANES);
     to.assign(GROUP * stride, 0.0f);
     for (int64_t h = 0; h < num_heads; h++)
@@ -194,28 +208,36 @@ LONGARC_ONE_COPY inline void attend_rows(const float* q, float scale, int64_t nu
 }
 
 // Gradient rows are padded to whole vectors, so that they are added to without care for their end.
-// to[key] += sum over heads of d_scores[key][head] * q[head] + weights[key][head] * d_out[head]
-inline void add_row_gradients(const float* q, const float* d_scores, const float* d_out, const float* weights,
-                              const RowKeys& keys, float* const* to) {
-    const int64_t width = round_up(keys.dim, LANES), value_width = round_up(keys.value_dim, LANES);
-    for (int64_t d = 0; d < width; d += LANES) {
-        const bool is_value = d < value_width;
-        Vec q_d[GROUP], out_d[GROUP];
+// to[key][d ..] += sum over heads of factors[key][head] * from[head][d ..], for VECS vectors from d on.
+template <int VECS>
+inline void add_outer(const float* from, int64_t stride, const float* factors, int64_t num_keys, int64_t d,
+                      float* const* to) {
+    Vec head[GROUP][VECS];
+#pragma GCC unroll 4
+    for (int h = 0; h < GROUP; h++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) head[h][v] = load(from + h * stride + d + v * LANES);
+    for (int64_t j = 0; j < num_keys; j++) {
+        float* row = to[j] + d;
+        Vec total[VECS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) total[v] = load(row + v * LANES);
 #pragma GCC unroll 4
         for (int h = 0; h < GROUP; h++) {
-            q_d[h] = load(q + h * width + d);
-            out_d[h] = is_value ? load(d_out + h * value_width + d) : Vec{};
+            const Vec factor = splat(factors[j * GROUP + h]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) total[v] = multiply_add(head[h][v], factor, total[v]);
         }
-        for (int64_t j = 0; j < keys.num; j++) {
-            Vec total = load(to[j] + d);
-#pragma GCC unroll 4
-            for (int h = 0; h < GROUP; h++) total = multiply_add(q_d[h], splat(d_scores[j * GROUP + h]), total);
-            if (is_value)
-#pragma GCC unroll 4
-                for (int h = 0; h < GROUP; h++) total = multiply_add(out_d[h], splat(weights[j * GROUP + h]), total);
-            store(to[j] + d, total);
-        }
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) store(row + v * LANES, total[v]);
     }
+}
+
+inline void add_row_gradients(const float* from, int64_t width, const float* factors, int64_t num_keys,
+                              float* const* to) {
+    int64_t d = 0;
+    for (; d + 2 * LANES <= width; d += 2 * LANES) add_outer<2>(from, width, factors, num_keys, d, to);
+    if (d < width) add_outer<1>(from, width, factors, num_keys, d, to);
 }
 
 // Scores become probabilities, and the gradients of the probabilities those of the scores.
@@ -252,7 +274,8 @@ inline void attend_rows_backward(const float* q, float scale, int64_t num_heads,
         row_softmax_backward(weights, d_scores, keys.num, stats + h, heads);
         const float factors[GROUP] = {scale, scale, scale, scale};
         weighted_rows(d_scores, factors, keys, keys.dim, d_query + h * keys.dim, keys.dim, heads);
-        add_row_gradients(q_h, d_scores, d_out_h, weights, keys, d_rows);
+        add_row_gradients(q_h, stride, d_scores, keys.num, d_rows);
+        add_row_gradients(d_out_h, value_stride, weights, keys.num, d_rows);
     }
 }
 

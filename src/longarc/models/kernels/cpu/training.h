@@ -43,7 +43,7 @@ inline void select_run(const SelectShape& shape, const Runs& runs, const Run& ru
                        const float* weights, const float* keys, int64_t* selected) {
     const int64_t* rows = runs.key_rows + run.first_key;
     const int64_t last = run.num_keys(), topk = shape.topk;
-    std::vector<float> blocked(round_up(last, LANES) * shape.dim), scores(round_up(last, LANES));
+    Floats blocked(round_up(last, LANES) * shape.dim), scores(round_up(last, LANES));
     std::vector<int32_t> chosen(topk + LANES);
     if (last > topk)
         for (int64_t j = 0; j < last; j++) write_blocked(blocked.data(), j, keys + rows[j] * shape.dim, shape.dim);
@@ -158,7 +158,7 @@ inline void attention_run(const AttentionShape& shape, const AttentionInputs& in
 }
 
 struct BackwardScratch {
-    std::vector<float> weights, d_scores, q, d_out, d_query;
+    Floats weights, d_scores, q, d_out, d_query;
 };
 
 // A gradient table whose rows are padded to whole vectors, so that rows are added to without care for their end.

@@ -8,7 +8,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -29,6 +31,26 @@ constexpr int LANES = 4;
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef float UnalignedVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+
+// Gives memory at the beginning of a cache line: a vector across two lines takes twice as long to load.
+template <class T>
+struct LineAllocator {
+    using value_type = T;
+    static constexpr std::align_val_t LINE{64};
+
+    LineAllocator() = default;
+    template <class U>
+    LineAllocator(const LineAllocator<U>&) {}
+
+    T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), LINE)); }
+    void deallocate(T* memory, size_t) { ::operator delete(memory, LINE); }
+    template <class U>
+    bool operator==(const LineAllocator<U>&) const { return true; }
+    template <class U>
+    bool operator!=(const LineAllocator<U>&) const { return false; }
+};
+
+using Floats = std::vector<float, LineAllocator<float>>;
 
 inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }

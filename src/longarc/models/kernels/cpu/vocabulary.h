@@ -51,7 +51,7 @@ inline float expected_logit_row(const float* logits, int64_t width, float log_su
 inline int64_t draw_row(const float* logits, int64_t width, float log_sum, double uniform) {
     constexpr int64_t BLOCK = 64;
     const int64_t num_blocks = (width + BLOCK - 1) / BLOCK;
-    thread_local std::vector<float> probability;
+    thread_local Floats probability;
     thread_local std::vector<double> mass;
     probability.resize(num_blocks * BLOCK);
     mass.resize(num_blocks);

@@ -1,0 +1,288 @@
+"""What RL and distillation learn from sampled tokens: the loss of a step and its gradients, as sums.
+
+::
+
+    documents -> packed micro-batches -> log pi of trained tokens -> PolicyLoss -> gradients
+                                             |                            |
+                                             +---- one row per token -----+--> PolicySums
+"""
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longarc.algos.distill import distillation_advantages
+from longarc.algos.protocols import LossInputs, PolicyLoss
+from longarc.algos.token_loss import TokenLoss
+from longarc.errors import ConfigError, ContractError, boundary
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder, ForwardOutput
+from longarc.models.projection import token_logprobs
+from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.packing import Document, MicroBatch, pack_shared
+
+Column = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDocument(Document):
+    """A segment and what its trained tokens are worth."""
+
+    index: int
+    """Place among the segments of the step."""
+    trajectory_id: str
+    segment_order: int
+    family: str
+    behaviour_logprobs: Sequence[float]
+    """log mu [nats] of every token, as the engine recorded it; read where a token is trained."""
+    advantage: float
+    """Of every trained token; not read where a teacher gives one per token."""
+    token_weight: float
+    """Of every trained token, in sum and normaliser."""
+
+
+@dataclass(slots=True)
+class PolicySums:
+    """What a policy step adds up, and a row for each trained token; numbers that can cross processes."""
+
+    loss: float = 0.0
+    normaliser: float = 0.0
+    num_rejected: float = 0.0
+    num_trained_tokens: int = 0
+    expert_counts: Column | None = None
+    """Tokens routed to each expert [moe_layers, experts]; None before the first micro-batch."""
+    columns: dict[str, list[Column]] = field(default_factory=dict)
+    """Of each trained token: index of its document, position, log pi, log pi/mu, advantage, entropy [nats]."""
+
+    def add(self, other: "PolicySums") -> None:
+        """Add the sums and append the rows of other documents of the step."""
+        self.loss += other.loss
+        self.normaliser += other.normaliser
+        self.num_rejected += other.num_rejected
+        self.num_trained_tokens += other.num_trained_tokens
+        if self.expert_counts is None:
+            self.expert_counts = other.expert_counts
+        elif other.expert_counts is not None:
+            self.expert_counts = self.expert_counts + other.expert_counts
+        for name, pieces in other.columns.items():
+            self.columns.setdefault(name, []).extend(pieces)
+
+    def column(self, name: str) -> Column:
+        """Return one number per trained token."""
+        pieces = self.columns.get(name)
+        return np.concatenate(pieces) if pieces else np.zeros(0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyObjective:
+    """How sampled tokens are learned from."""
+
+    micro_batch_tokens: int
+    """Tokens in one forward and backward [tokens]."""
+    temperature: float
+    """Of the rollouts: log-probabilities are those of the distribution that was sampled."""
+    attention: Literal["dense", "sparse"]
+    """What the engine used."""
+    loss: PolicyLoss
+    loss_settings: Mapping[str, float]
+    teachers: Mapping[str, Decoder] | None
+    """Frozen teacher of each family; None learns from advantages."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(
+                f"temperature={self.temperature} has no log-probabilities to train on: greedy "
+                f"rollouts are for evaluation; set a temperature above 0"
+            )
+        try:
+            inspect.signature(self.loss).bind(None, **self.loss_settings)
+        except TypeError as error:
+            raise ConfigError(
+                f"the loss does not take the settings {dict(self.loss_settings)}: {error}; it takes "
+                f"{inspect.signature(self.loss)}"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy teachers by value: as tensors, each parameter would hold a file descriptor."""
+        state = dict(self.__dict__)
+        if self.teachers is not None:
+            frozen = {id(t): _FrozenDecoder.of(t) for t in self.teachers.values()}
+            state["teachers"] = {family: frozen[id(t)] for family, t in self.teachers.items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["teachers"] is not None:
+            distinct = {id(f): f.thaw() for f in state["teachers"].values()}
+            state = state | {
+                "teachers": {family: distinct[id(f)] for family, f in state["teachers"].items()}
+            }
+        self.__dict__.update(state)
+
+    def select_parameters(self, model: Decoder) -> None:
+        """Train everything but the indexer (GLM-5, section 3.2), and no teacher."""
+        train_only(model, lambda name: not is_indexer(name))
+        for teacher in (self.teachers or {}).values():
+            train_only(teacher, lambda _: False)
+
+    def add_gradients(
+        self, model: Decoder, documents: Sequence[PolicyDocument], step: int
+    ) -> PolicySums:
+        """Add the gradients of the summed loss to ``.grad``.
+
+        Raises:
+            ContractError: a loss, or what goes into it, is not finite; the message names the trajectory.
+            ConfigError: a segment is longer than ``micro_batch_tokens``.
+        """
+        sums = PolicySums()
+        # In the order of the batch: members of a group, and families of one teacher, stand together.
+        ordered = sorted(documents, key=lambda document: document.index)
+        for micro_batch in pack_shared(ordered, micro_batch_tokens=self.micro_batch_tokens):
+            sums.add(self._add_micro_batch(model, ordered, micro_batch))
+        return sums
+
+    def _add_micro_batch(
+        self, model: Decoder, documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+    ) -> PolicySums:
+        output: ForwardOutput = model(
+            micro_batch.token_ids, micro_batch.layout, attention=self.attention
+        )
+        policy, entropy = self._logprobs(model, output, micro_batch, with_entropy=True)
+        assert entropy is not None
+        inputs = _loss_inputs(policy, documents, micro_batch)
+        if self.teachers is not None:
+            teacher = self._teacher_logprobs(self.teachers, documents, micro_batch, like=policy)
+            inputs = replace(inputs, advantages=distillation_advantages(policy, teacher))
+        _refuse_non_finite(inputs, documents, micro_batch)
+        with boundary(ContractError, "the policy loss failed"):
+            loss: TokenLoss = self.loss(inputs, **self.loss_settings)
+        if not math.isfinite(loss.loss_sum.item()):
+            raise ContractError(
+                f"the loss is {loss.loss_sum.item()} although all its inputs are finite, from one of the "
+                f"trajectories {_trajectory_ids(documents, micro_batch)}; check the settings of the loss"
+            )
+        loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+        order = torch.tensor([document.index for document in documents])
+        columns = {
+            "document": order[micro_batch.sequence_indices],
+            "position": micro_batch.positions,
+            "policy": policy,
+            "log_ratio": policy - inputs.behaviour_logprobs,
+            "advantage": inputs.advantages,
+            "entropy": entropy,
+        }
+        return PolicySums(
+            loss=loss.loss_sum.item(),
+            normaliser=loss.normaliser.item(),
+            num_rejected=loss.num_rejected.item(),
+            num_trained_tokens=len(policy),
+            expert_counts=output.expert_counts.numpy().astype(np.float64),
+            columns={
+                name: [values.detach().to(torch.float64).numpy()]
+                for name, values in columns.items()
+            },
+        )
+
+    def _logprobs(
+        self, model: Decoder, output: ForwardOutput, micro_batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Project only the rows that predict a trained token."""
+        return token_logprobs(
+            output.hidden[micro_batch.source_rows],
+            model.output_weight,
+            micro_batch.target_ids,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+        )
+
+    @torch.no_grad()
+    def _teacher_logprobs(
+        self,
+        teachers: Mapping[str, Decoder],
+        documents: Sequence[PolicyDocument],
+        micro_batch: MicroBatch,
+        *,
+        like: Tensor,
+    ) -> Tensor:
+        """Score each token with the teacher of its family, at the temperature of the rollout."""
+        families = [documents[i].family for i in micro_batch.sequence_indices.tolist()]
+        scores = torch.zeros_like(like)
+        for teacher in distinct_teachers(teachers[family] for family in sorted(set(families))):
+            output: ForwardOutput = teacher(
+                micro_batch.token_ids, micro_batch.layout, attention=self.attention
+            )
+            logprobs, _ = self._logprobs(teacher, output, micro_batch, with_entropy=False)
+            is_own = torch.tensor([teachers[family] is teacher for family in families])
+            scores = torch.where(is_own, logprobs.to(scores.dtype), scores)
+        return scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FrozenDecoder:
+    """A decoder as plain values."""
+
+    config: Any
+    dtype: torch.dtype
+    values: Mapping[str, npt.NDArray[Any]]
+
+    @classmethod
+    def of(cls, model: Decoder) -> "_FrozenDecoder":
+        return cls(
+            config=model.config,
+            dtype=model.output_weight.dtype,
+            values={name: value.numpy() for name, value in model.state_dict().items()},
+        )
+
+    def thaw(self) -> Decoder:
+        model = build_model(self.config, seed=0, dtype=self.dtype)
+        model.load_state_dict({name: torch.tensor(value) for name, value in self.values.items()})
+        return model
+
+
+def distinct_teachers(teachers: Iterable[Decoder]) -> list[Decoder]:
+    """Return each teacher once; several families may share one."""
+    return list({id(teacher): teacher for teacher in teachers}.values())
+
+
+def _loss_inputs(
+    policy: Tensor, documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+) -> LossInputs:
+    own = [documents[i] for i in micro_batch.sequence_indices.tolist()]
+    behaviour = [
+        document.behaviour_logprobs[position]
+        for document, position in zip(own, micro_batch.positions.tolist(), strict=True)
+    ]
+    return LossInputs(
+        policy_logprobs=policy,
+        proximal_logprobs=policy.detach(),
+        behaviour_logprobs=policy.new_tensor(behaviour),
+        advantages=policy.new_tensor([document.advantage for document in own]),
+        train_mask=torch.ones_like(policy, dtype=torch.bool),
+        token_weights=policy.new_tensor([document.token_weight for document in own]),
+    )
+
+
+def _refuse_non_finite(
+    inputs: LossInputs, documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+) -> None:
+    for name in ("policy_logprobs", "behaviour_logprobs", "advantages", "token_weights"):
+        values: Tensor = getattr(inputs, name).detach()
+        bad = (~values.isfinite()).nonzero()
+        if len(bad):
+            row = int(bad[0])
+            document = documents[int(micro_batch.sequence_indices[row])]
+            raise ContractError(
+                f"trajectory {document.trajectory_id}: {name} of token {int(micro_batch.positions[row])} in "
+                f"segment {document.segment_order} is {values[row].item()}; the weights are unchanged. "
+                f"Look for damaged weights, or an engine that sampled from another distribution"
+            )
+
+
+def _trajectory_ids(documents: Sequence[PolicyDocument], micro_batch: MicroBatch) -> list[str]:
+    return sorted({documents[i].trajectory_id for i in micro_batch.sequence_indices.tolist()})

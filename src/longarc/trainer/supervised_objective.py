@@ -1,0 +1,106 @@
+"""What supervised stages learn from documents: the losses of a step and their gradients, as sums."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from longarc.errors import ContractError
+from longarc.models.decoder_base import Decoder, ForwardOutput
+from longarc.models.projection import token_logprobs
+from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.packing import Document, MicroBatch, pack_shared
+
+
+@dataclass(slots=True)
+class LossSums:
+    """What a step adds up over its micro-batches; plain numbers, so that it can cross processes."""
+
+    lm_loss: float = 0.0
+    num_targets: int = 0
+    indexer_loss: float = 0.0
+    num_indexer_terms: int = 0
+    expert_counts: npt.NDArray[np.float64] | None = None
+    """Tokens routed to each expert [moe_layers, experts]; None before the first micro-batch."""
+
+    def add(self, other: "LossSums") -> None:
+        """Add the sums of other documents of the step."""
+        self.lm_loss += other.lm_loss
+        self.num_targets += other.num_targets
+        self.indexer_loss += other.indexer_loss
+        self.num_indexer_terms += other.num_indexer_terms
+        if self.expert_counts is None:
+            self.expert_counts = other.expert_counts
+        elif other.expert_counts is not None:
+            self.expert_counts = self.expert_counts + other.expert_counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedObjective:
+    """What is learned from documents, and by which parameters."""
+
+    micro_batch_tokens: int
+    """Tokens in one forward and backward [tokens]."""
+    mode: Literal["lm", "indexer_warmup"]
+    """lm trains the next token; indexer_warmup trains only the indexer, towards dense attention."""
+    attention: Literal["dense", "sparse"]
+    """Which keys are attended to; the indexer warm-up is always dense."""
+    trains_indexer: bool
+    indexer_stride: int
+    """The sparse indexer loss looks at every n-th query."""
+
+    def select_parameters(self, model: Decoder) -> None:
+        """Let exactly the parameters that are trained require a gradient."""
+        train_only(
+            model, lambda name: self.trains_indexer if is_indexer(name) else self.mode == "lm"
+        )
+
+    def add_gradients(self, model: Decoder, documents: Sequence[Document], step: int) -> LossSums:
+        """Add the gradients of all documents, which are of sums and not of means, to ``.grad``.
+
+        Raises:
+            ContractError: a loss is not finite.
+            ConfigError: a document is longer than ``micro_batch_tokens``.
+        """
+        sums = LossSums()
+        for micro_batch in pack_shared(documents, micro_batch_tokens=self.micro_batch_tokens):
+            sums.add(_add_micro_batch(model, self, micro_batch, step))
+        return sums
+
+
+def _add_micro_batch(
+    model: Decoder, objective: SupervisedObjective, micro_batch: MicroBatch, step: int
+) -> LossSums:
+    is_warmup = objective.mode == "indexer_warmup"
+    output: ForwardOutput = model(
+        micro_batch.token_ids,
+        micro_batch.layout,
+        attention="dense" if is_warmup else objective.attention,
+        indexer_loss="warmup" if is_warmup else "sparse" if objective.trains_indexer else "none",
+        indexer_stride=objective.indexer_stride,
+    )
+    total = output.indexer_loss_sum
+    lm_loss = 0.0
+    if not is_warmup:
+        logprobs, _ = token_logprobs(
+            output.hidden[micro_batch.source_rows], model.output_weight, micro_batch.target_ids
+        )
+        lm_loss_sum = -logprobs.sum()
+        lm_loss = lm_loss_sum.item()
+        total = total + lm_loss_sum
+    if not math.isfinite(total.item()):
+        raise ContractError(
+            f"the loss of step {step} is {total.item()}; the weights are unchanged. Lower the learning "
+            f"rate, or look for damaged weights"
+        )
+    total.backward()  # type: ignore[no-untyped-call]
+    return LossSums(
+        lm_loss=lm_loss,
+        num_targets=len(micro_batch.target_ids),
+        indexer_loss=output.indexer_loss_sum.item(),
+        num_indexer_terms=output.num_indexer_terms,
+        expert_counts=output.expert_counts.numpy().astype(np.float64),
+    )
