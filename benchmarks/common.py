@@ -1,4 +1,11 @@
-"""What the benchmarks share: the table they print, and the models that peers are measured on."""
+"""What the benchmarks share: the table they print, the processes of peers and the models they are measured on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
 
 from longarc.config.model import LlamaConfig
 
@@ -58,3 +65,55 @@ class Table:
         """Print the last line; return whether every bar holds."""
         print(f"bars: {self._num_held} of {self._num_bars} hold", flush=True)
         return self._num_held == self._num_bars
+
+
+class PeerProcess:
+    """A peer in a process of its own, which answers a line with a line of JSON."""
+
+    def __init__(self, name: str, python: str | Path, script: Path, job: dict[str, Any]) -> None:
+        """Start it and wait until it is ready.
+
+        Args:
+            name: for messages.
+            python: the interpreter of the peer's environment.
+            script: what it runs; gets the path of the job.
+            job: anything JSON; ``num_threads`` are its compute threads, ``scratch`` an existing directory.
+        """
+        path = Path(job["scratch"]) / f"{script.stem}-{job['num_threads']}.json"
+        path.write_text(json.dumps(job))
+        # make lets waiting threads sleep for the sake of LongArc's own processes; peers are faster without.
+        environment = {n: value for n, value in os.environ.items() if n != "OMP_WAIT_POLICY"}
+        self._name = name
+        self._process = subprocess.Popen(
+            [str(python), str(script), str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, "OMP_NUM_THREADS": str(job["num_threads"])},
+        )
+        self.ready = self._read()
+        """What it said first."""
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line and wait for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(
+                f"the process of {self._name} ended with {self._process.wait()}; its words are above"
+            )
+        reply: dict[str, Any] = json.loads(line)
+        return reply

@@ -8,6 +8,7 @@
 * ``longarc-nano`` at batch 64 and contexts of about 400: the engine, with and without native kernels.
 * ``longarc-nano`` trained on packed documents of 512 tokens with sparse attention, likewise.
 
+transformers runs in processes of its own, with one thread and with as many as LongArc has; the faster counts.
 Every figure is the best of some repeats, taken in turns. Usage:
 python benchmarks/engine.py [--threads 1] [--repeats 3] [--quick]
 """
@@ -15,19 +16,23 @@ python benchmarks/engine.py [--threads 1] [--repeats 3] [--quick]
 import argparse
 import asyncio
 import os
+import sys
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from common import DEEP_LLAMA, LLAMA, Table
+from common import DEEP_LLAMA, LLAMA, PeerProcess, Table
 
 from longarc.config.engine import EngineConfig
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.config.model import GlmMoeDsaConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
+from longarc.models.hf_weights import save_pretrained_dir
 from longarc.models.kernels.native import native
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
@@ -38,6 +43,7 @@ NUM_NEW = 64
 LLAMA_BAR = 4.0
 NANO_BAR = 20_000
 TRAIN_BAR = 12_000
+PEER_SCRIPT = Path(__file__).parent / "peers/generate.py"
 
 
 def make_prompts(length: int, *, group_size: int = 1) -> list[list[int]]:
@@ -91,42 +97,36 @@ def decode_tokens_per_s(model: Decoder, context: int, num_new: int, threads: int
     return asyncio.run(measure())
 
 
-def transformers_tokens_per_s(model: torch.nn.Module, prompts: list[list[int]]) -> float:
-    """Sample the same prompts with ``generate``."""
-    ids = torch.tensor(prompts)
-    started = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=NUM_NEW,
-            min_new_tokens=NUM_NEW,
-            pad_token_id=0,
-        )
-    return (output.shape[1] - ids.shape[1]) * BATCH / (time.perf_counter() - started)
+@contextmanager
+def open_peers(
+    model: Decoder, workloads: dict[str, list[list[int]]], threads: int
+) -> Iterator[list[PeerProcess]]:
+    """Start processes with the same Llama in transformers: one thread, and as many as LongArc has."""
+    probe = make_prompts(16)[0]
+    hidden = model(torch.tensor(probe), Layout.documents([16])).hidden
+    expected = (hidden[-1] @ model.output_weight.T).detach()
+    with TemporaryDirectory(prefix="longarc-engine-") as scratch, ExitStack() as stack:
+        save_pretrained_dir(model, Path(scratch) / "model")
+        peers = []
+        for num_threads in sorted({1, threads}):
+            job = {
+                "model": str(Path(scratch) / "model"),
+                "scratch": scratch,
+                "workloads": workloads,
+                "num_new": NUM_NEW,
+                "probe": probe,
+                "num_threads": num_threads,
+            }
+            peer = PeerProcess("transformers", sys.executable, PEER_SCRIPT, job)
+            peers.append(stack.enter_context(peer))
+            logits = torch.tensor(peer.ready["logits"])
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        yield peers
 
 
-def transformers_model(model: Decoder, shape: LlamaConfig) -> torch.nn.Module:
-    """Build the same Llama in transformers."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    config = transformers.LlamaConfig(
-        **shape.model_dump(exclude={"family", "head_dim", "rope_theta"}),
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    peer = transformers.LlamaForCausalLM(config).eval()
-    peer.load_state_dict(model.state_dict())
-    ids = torch.tensor(make_prompts(16)[:2])
-    with torch.no_grad():
-        ours = model(ids[0], Layout.documents([16])).hidden @ model.output_weight.T
-        torch.testing.assert_close(peer(ids).logits[0], ours, atol=1e-4, rtol=0)
-    return peer
+def _generated(peer: PeerProcess, workload: str) -> float:
+    speed: float = peer.ask(workload)["tokens_per_s"]
+    return speed
 
 
 def train_tokens_per_s(model: Decoder) -> float:
@@ -176,7 +176,6 @@ def main() -> None:
     options = parser.parse_args()
     repeats = 1 if options.quick else options.repeats
     torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", module="transformers")
 
     workloads = {
         "64 prompts of 32": make_prompts(32),
@@ -193,16 +192,17 @@ def main() -> None:
     llama_rows = []
     for shape in (LLAMA, DEEP_LLAMA):
         llama = build_model(shape, seed=0)
-        peer = transformers_model(llama, shape)
         size = sum(parameter.numel() for parameter in llama.parameters()) / 1e6
         title = f"Llama {size:.1f}M, {shape.num_hidden_layers} x {shape.hidden_size}"
-        for name, prompts in workloads.items():
-            ours, theirs = best(
-                repeats,
-                partial(engine_tokens_per_s, llama, prompts, options.threads),
-                partial(transformers_tokens_per_s, peer, prompts),
-            )
-            llama_rows.append((f"{title}, {name}", ours, theirs))
+        with open_peers(llama, workloads, options.threads) as peers:
+            for name, prompts in workloads.items():
+                ours, *theirs = best(
+                    repeats,
+                    partial(engine_tokens_per_s, llama, prompts, options.threads),
+                    *(partial(_generated, peer, name) for peer in peers),
+                )
+                llama_rows.append((f"{title}, {name}", ours, max(theirs)))
+            versions = peers[0].ready["versions"]
     nano_ours, nano_eager = best(repeats, decode, eager(decode))
     train_ours, train_eager = best(
         repeats,
@@ -215,6 +215,7 @@ def main() -> None:
         f"native kernels: {'yes' if native() else 'no'}; fp32, {options.threads} thread(s), "
         f"best of {repeats}, load average {load:.1f}"
     )
+    print("peer: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     table = Table()
     for name, ours, theirs in llama_rows:
         table.row(

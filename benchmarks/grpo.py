@@ -16,10 +16,9 @@ Usage: python benchmarks/grpo.py [--threads 1] [--repeats 7] [--quick]
 
 import argparse
 import asyncio
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LLAMA, Table
+from common import LLAMA, PeerProcess, Table
 
 from longarc.algos.losses import ppo_clip
 from longarc.config.engine import EngineConfig
@@ -43,6 +42,7 @@ from longarc.records.outcome import Outcome
 from longarc.records.sampling import Sampling
 from longarc.records.segment import NOT_SAMPLED, Segment
 from longarc.records.trajectory import Group, Trajectory
+from longarc.trainer.data_parallel import GradientPool
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 
 BAR = 2.5
@@ -97,7 +97,7 @@ class OurSteps:
 
     async def take(self) -> Spent:
         """Take one step."""
-        started_s, cpu_started_s = time.perf_counter(), time.process_time()
+        started_s, cpu_started_s = time.perf_counter(), _processor_s()
         step = self._trainer.policy_version
         async with asyncio.TaskGroup() as tasks:
             members = [
@@ -122,7 +122,7 @@ class OurSteps:
         )
         source = await self._trainer.publish()
         await self._engine.update_weights(source, policy_version=report.policy_version)
-        spent = Spent(time.perf_counter() - started_s, time.process_time() - cpu_started_s)
+        spent = Spent(time.perf_counter() - started_s, _processor_s() - cpu_started_s)
         expected = NUM_PROMPTS * GROUP_SIZE * NUM_NEW
         if report.num_trained_tokens != expected:
             sys.exit(f"LongArc trained {report.num_trained_tokens} tokens instead of {expected}")
@@ -165,19 +165,25 @@ class OurSteps:
         )
 
 
+def _processor_s() -> float:
+    """Return the processor time [s] of this process and of those that share its gradients."""
+    ticks = 0
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Peer:
     """The process that takes TRL's steps."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: PeerProcess) -> None:
         self._process = process
-        self.versions: dict[str, str] = self._read()["versions"]
+        self.versions: dict[str, str] = process.ready["versions"]
 
     def take(self) -> Spent:
         """Take one step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        reply = self._read()
+        reply = self._process.ask("step")
         expected = {
             "num_samples": NUM_PROMPTS * GROUP_SIZE,
             "lengths": [NUM_NEW],
@@ -188,37 +194,15 @@ class Peer:
             sys.exit(f"TRL's step was not the one to measure: {found} instead of {expected}")
         return Spent(reply["elapsed_s"], reply["cpu_s"])
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"TRL's process ended with {self._process.wait()}; its words are above")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
 
 @contextmanager
-def open_peer(job: dict[str, Any], scratch: Path) -> Iterator[Peer | None]:
+def open_peer(job: dict[str, Any]) -> Iterator[Peer | None]:
     """Start TRL's process; None where .venv-peers is not made."""
     if not PEER_PYTHON.exists():
         yield None
         return
-    path = scratch / "job.json"
-    path.write_text(json.dumps(job))
-    # make lets waiting threads sleep for the sake of LongArc's two processes; TRL is faster without.
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    process = subprocess.Popen(
-        [str(PEER_PYTHON), str(PEER_SCRIPT), str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**environment, "OMP_NUM_THREADS": str(job["num_threads"])},
-    )
-    try:
+    with PeerProcess("TRL", PEER_PYTHON, PEER_SCRIPT, job) as process:
         yield Peer(process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace) -> Measured:
@@ -229,6 +213,7 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
     prompts = draw_prompts(prompt_length)
     num_samples = NUM_PROMPTS * GROUP_SIZE
     num_steps = options.repeats + 1
+    pool = GradientPool(options.threads)
     trainer = PolicyTrainer(
         load_pretrained_dir(model_directory),
         PolicySettings(
@@ -238,6 +223,8 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
         ),
         loss=ppo_clip,
         publish_directory=str(published),
+        gradients=pool.open,
+        num_update_threads=options.threads,
     )
     engine = EmbeddedEngine(
         load_pretrained_dir(model_directory),
@@ -246,7 +233,7 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
     )
     job = {
         "model": str(model_directory),
-        "scratch": str(scratch / "trl"),
+        "scratch": str(scratch),
         "prompts": prompts,
         "group_size": GROUP_SIZE,
         "num_new": NUM_NEW,
@@ -260,12 +247,13 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
     peers: list[Spent] = []
     async with engine:
         steps = OurSteps(engine, trainer, prompts)
-        with open_peer(job, scratch) as peer:
+        with open_peer(job) as peer:
             for _ in range(num_steps):
                 ours.append(await steps.take())
                 if peer is not None:
                     peers.append(peer.take())
             versions = {} if peer is None else peer.versions
+    pool.close()
     return Measured(ours=ours[1:], peer=peers[1:], versions=versions)
 
 
@@ -327,7 +315,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.prompt_lengths = 1, PROMPT_LENGTHS[:1]
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)  # each core has a process, or a thread of the engine
     measured: dict[int, Measured] = {}
     for length in options.prompt_lengths:
         with tempfile.TemporaryDirectory(prefix="longarc-grpo-") as scratch:

@@ -93,7 +93,7 @@ def main() -> None:
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         callbacks=[StepOnDemand(replies, model, samples)],
         args=trl.GRPOConfig(
-            output_dir=job["scratch"],
+            output_dir=str(Path(job["scratch"]) / "trl"),
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=job["gradient_checkpointing"],

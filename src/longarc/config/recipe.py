@@ -62,8 +62,8 @@ class Recipe(Settings):
     trainer_threads: int = Field(1, ge=1)
     """Compute threads of a trainer in a process of its own, beside the engine's ``engine.num_threads``."""
     threads: int = Field(2, ge=1)
-    """Cores of whatever computes alone: as many processes of one thread in supervised stages, as many
-    threads in RL stages in which engine and trainer take turns; at most the cores there are."""
+    """Cores of whatever computes alone: as many processes of one thread for gradients, as many threads
+    for an engine with which the trainer takes turns; at most the cores there are."""
     tasks: dict[str, TaskFamilyConfig] = Field(default_factory=dict)
     """Task families by the name that stages use."""
     stages: dict[str, StageConfig] = Field(min_length=1)

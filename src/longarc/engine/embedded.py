@@ -381,14 +381,13 @@ class EmbeddedEngine:
             [n for _, _, n in chosen],
             self._cache,
             attention=self._attention,
+            ends_only=True,
         )
         complete: list[tuple[Request, int]] = []
-        end = 0
-        for request, slot, count in chosen:
+        for row, (request, slot, count) in enumerate(chosen):
             slot.append(request.prompt[slot.length : slot.length + count])
-            end += count
             if request.num_missing == 0:
-                complete.append((request, end - 1))
+                complete.append((request, row))
         if complete:
             requests = [request for request, _ in complete]
             self._prefilling = [r for r in self._prefilling if r not in requests]

@@ -207,7 +207,8 @@ class Decoder(nn.Module):
         cache: SlotCache,
         *,
         attention: Attention = "sparse",
-    ) -> Float[Tensor, "new hidden"]:
+        ends_only: bool = False,
+    ) -> Float[Tensor, "rows hidden"]:
         """Append tokens to cached sequences and compute their hidden states.
 
         Args:
@@ -217,6 +218,8 @@ class Decoder(nn.Module):
             counts: how many of the new tokens belong to each sequence.
             cache: is written; made by ``new_cache``.
             attention: as in ``forward``.
+            ends_only: return the last new token of each sequence alone; a prefill needs no more, and the
+                native kernels spare the others the last layer.
 
         Raises:
             ContractError: the numbers disagree or do not fit the cache, or an id is not in the
@@ -230,7 +233,14 @@ class Decoder(nn.Module):
         check_ids(token_ids, self.config.vocab_size)
         cache.check(list(slots), list(starts), list(counts))
         if isinstance(cache, NativeDecoder):
-            return cache.hidden(token_ids, slots, starts, counts, is_sparse=attention == "sparse")
+            return cache.hidden(
+                token_ids,
+                slots,
+                starts,
+                counts,
+                is_sparse=attention == "sparse",
+                ends_only=ends_only,
+            )
         positions: list[int] = []
         rows: list[int] = []
         for slot, start, count in zip(slots, starts, counts, strict=True):
@@ -249,7 +259,7 @@ class Decoder(nn.Module):
         )
         hidden, _ = self.model(self._padded(token_ids), step)
         new_hidden: Tensor = hidden[:num_tokens]
-        return new_hidden
+        return new_hidden[torch.tensor(counts).cumsum(0) - 1] if ends_only else new_hidden
 
     def logits(
         self, hidden: Float[Tensor, "rows hidden"], cache: SlotCache

@@ -33,7 +33,7 @@ from longarc.trainer.credit import Reduction, TrainItem, train_items
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.observation import Observation, StepFacts
 from longarc.trainer.optim import MuonAdamW
-from longarc.trainer.policy_objective import PolicyDocument, PolicyObjective, distinct_teachers
+from longarc.trainer.policy_objective import PolicyDocument, PolicyObjective
 from longarc.trainer.publish import WeightPublisher
 from longarc.trainer.update import (
     clip_gradients,
@@ -193,7 +193,7 @@ class PolicyTrainer:
             advantage_fn=self._advantage_fn if self._teachers is None else None,
         )
         if self._teachers is not None:
-            items = _by_teacher(items, self._teachers)
+            _check_teachers(items, self._teachers)
         if batch.resets_optimizer:
             self._optimizer.reset()
         documents = _documents(items)
@@ -270,14 +270,9 @@ def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
     ]
 
 
-def _by_teacher(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> list[TrainItem]:
-    """Order items so that most micro-batches need one teacher only."""
+def _check_teachers(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> None:
     missing = sorted({item.trajectory.family for item in items} - set(teachers))
     if missing:
         raise ConfigError(
             f"families {missing} have no teacher; teachers are given for {sorted(teachers)}"
         )
-    order = {
-        id(t): i for i, t in enumerate(distinct_teachers(teachers[f] for f in sorted(teachers)))
-    }
-    return sorted(items, key=lambda item: order[id(teachers[item.trajectory.family])])

@@ -9,7 +9,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -141,14 +141,30 @@ class PolicyObjective:
             ConfigError: a segment is longer than ``micro_batch_tokens``.
         """
         sums = PolicySums()
-        # In the order of the batch: members of a group, and families of one teacher, stand together.
-        ordered = sorted(documents, key=lambda document: document.index)
-        for micro_batch in pack_shared(ordered, micro_batch_tokens=self.micro_batch_tokens):
-            sums.add(self._add_micro_batch(model, ordered, micro_batch))
+        for teacher, own in self._by_teacher(documents):
+            for micro_batch in pack_shared(own, micro_batch_tokens=self.micro_batch_tokens):
+                sums.add(self._add_micro_batch(model, teacher, own, micro_batch))
         return sums
 
+    def _by_teacher(
+        self, documents: Sequence[PolicyDocument]
+    ) -> list[tuple[Decoder | None, list[PolicyDocument]]]:
+        """Group documents by who scores them, in the order of the batch, where members of a group follow
+        each other. A micro-batch of several teachers would pass through all of them.
+        """
+        teachers = self.teachers or {}
+        grouped: dict[int, tuple[Decoder | None, list[PolicyDocument]]] = {}
+        for document in sorted(documents, key=lambda document: document.index):
+            teacher = teachers.get(document.family)
+            grouped.setdefault(id(teacher), (teacher, []))[1].append(document)
+        return list(grouped.values())
+
     def _add_micro_batch(
-        self, model: Decoder, documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+        self,
+        model: Decoder,
+        teacher: Decoder | None,
+        documents: Sequence[PolicyDocument],
+        micro_batch: MicroBatch,
     ) -> PolicySums:
         output: ForwardOutput = model(
             micro_batch.token_ids, micro_batch.layout, attention=self.attention
@@ -156,9 +172,11 @@ class PolicyObjective:
         policy, entropy = self._logprobs(model, output, micro_batch, with_entropy=True)
         assert entropy is not None
         inputs = _loss_inputs(policy, documents, micro_batch)
-        if self.teachers is not None:
-            teacher = self._teacher_logprobs(self.teachers, documents, micro_batch, like=policy)
-            inputs = replace(inputs, advantages=distillation_advantages(policy, teacher))
+        if teacher is not None:
+            scores = self._teacher_logprobs(teacher, micro_batch)
+            inputs = replace(
+                inputs, advantages=distillation_advantages(policy, scores.to(policy.dtype))
+            )
         _refuse_non_finite(inputs, documents, micro_batch)
         with boundary(ContractError, "the policy loss failed"):
             loss: TokenLoss = self.loss(inputs, **self.loss_settings)
@@ -202,25 +220,12 @@ class PolicyObjective:
         )
 
     @torch.no_grad()
-    def _teacher_logprobs(
-        self,
-        teachers: Mapping[str, Decoder],
-        documents: Sequence[PolicyDocument],
-        micro_batch: MicroBatch,
-        *,
-        like: Tensor,
-    ) -> Tensor:
-        """Score each token with the teacher of its family, at the temperature of the rollout."""
-        families = [documents[i].family for i in micro_batch.sequence_indices.tolist()]
-        scores = torch.zeros_like(like)
-        for teacher in distinct_teachers(teachers[family] for family in sorted(set(families))):
-            output: ForwardOutput = teacher(
-                micro_batch.token_ids, micro_batch.layout, attention=self.attention
-            )
-            logprobs, _ = self._logprobs(teacher, output, micro_batch, with_entropy=False)
-            is_own = torch.tensor([teachers[family] is teacher for family in families])
-            scores = torch.where(is_own, logprobs.to(scores.dtype), scores)
-        return scores
+    def _teacher_logprobs(self, teacher: Decoder, micro_batch: MicroBatch) -> Tensor:
+        """Score each token at the temperature of the rollout."""
+        output: ForwardOutput = teacher(
+            micro_batch.token_ids, micro_batch.layout, attention=self.attention
+        )
+        return self._logprobs(teacher, output, micro_batch, with_entropy=False)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,11 +248,6 @@ class _FrozenDecoder:
         model = build_model(self.config, seed=0, dtype=self.dtype)
         model.load_state_dict({name: torch.tensor(value) for name, value in self.values.items()})
         return model
-
-
-def distinct_teachers(teachers: Iterable[Decoder]) -> list[Decoder]:
-    """Return each teacher once; several families may share one."""
-    return list({id(teacher): teacher for teacher in teachers}.values())
 
 
 def _loss_inputs(

@@ -156,3 +156,11 @@ def test_a_cache_longer_than_the_context_is_refused(decoder):
 def test_copying_rows_that_do_not_exist_is_refused(decoder):
     with pytest.raises(ContractError, match="slot 7 does not exist"):
         decoder.new_cache(2, 8).copy_prefix(0, 7, 4)
+
+
+def test_without_native_kernels_the_last_token_alone_is_the_same_too(glm, make_ids, monkeypatch):
+    monkeypatch.setenv("LONGARC_NATIVE", "0")
+    ids = make_ids(60)
+    whole = glm.extend(ids, [0, 1], [0, 0], [40, 20], glm.new_cache(2, 60))
+    ends = glm.extend(ids, [0, 1], [0, 0], [40, 20], glm.new_cache(2, 60), ends_only=True)
+    assert torch.equal(ends, whole[[39, 59]])

@@ -333,7 +333,7 @@ def test_distillation_moves_towards_the_teacher_of_each_family(tmp_path):
     batch = random_batch(num_groups=4, group_size=1, families=("math", "code"))
     report = trainer.take_step(batch)
     for token_report, family in zip(
-        report.token_reports, ("code", "code", "math", "math"), strict=True
+        report.token_reports, ("math", "code", "math", "code"), strict=True
     ):
         trajectory = next(
             t for g in batch.groups for t in g.trajectories if t.id == token_report.trajectory_id
@@ -344,6 +344,29 @@ def test_distillation_moves_towards_the_teacher_of_each_family(tmp_path):
         assert token_report.advantages[20:] == pytest.approx(gap[19:].tolist(), abs=1e-4)
     values = combine(report.metrics)
     assert {"distill/kl_nats", "distill/kl_nats/math", "distill/kl_nats/code"} <= values.keys()
+
+
+def test_a_teacher_reads_the_families_it_teaches_and_no_other(tmp_path):
+    teachers = {"math": tiny_model(seed=7), "code": tiny_model(seed=8)}
+    rows = dict.fromkeys(teachers, 0)
+    for family, teacher in teachers.items():
+
+        def count(_, inputs, family=family):
+            rows[family] += len(inputs[0])
+
+        teacher.register_forward_pre_hook(count)
+    trainer = make_trainer(tmp_path, teachers=teachers)
+    batch = random_batch(num_groups=5, group_size=1, families=("math", "code"))
+    trainer.take_step(batch)
+    for family, num_rows in rows.items():
+        segments = [
+            s
+            for g in batch.groups
+            for t in g.trajectories
+            for s in t.segments
+            if t.family == family
+        ]
+        assert num_rows <= sum(len(s.token_ids) for s in segments)
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(tmp_path):

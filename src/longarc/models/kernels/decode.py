@@ -65,6 +65,7 @@ class NativeDecoder(BlockedSlotCache, ABC):
         counts: Sequence[int],
         *,
         is_sparse: bool,
+        ends_only: bool = False,
     ) -> Tensor:
         """Write the new tokens into the cache and return their final hidden states.
 
@@ -74,14 +75,16 @@ class NativeDecoder(BlockedSlotCache, ABC):
             starts: position of each sequence's first new token.
             counts: new tokens of each sequence.
             is_sparse: attend to the indexer's selection only.
+            ends_only: return the last new token of each sequence alone, and spare the rest the last layer.
         """
         layers = self._fresh_layers()
         slots_N, positions_N = _rows_of(slots, starts, counts)
         tokens_N = token_ids.contiguous()
         hidden = self._new_hidden(len(tokens_N))
         rows = self._row_struct(tokens_N, slots_N, positions_N, hidden)
+        rows.ends_only = ends_only
         self._library.call_structs(f"{self._family}_rows", self._shape(is_sparse), layers, rows)
-        return hidden
+        return hidden[torch.tensor(counts).cumsum(0) - 1] if ends_only else hidden
 
     def steps(
         self,

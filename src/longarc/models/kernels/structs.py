@@ -29,6 +29,7 @@ class Rows(ctypes.Structure):
         *_pointers("tokens slots positions"),
         *_integers("num max_length"),
         *_pointers("embedding cos sin final_norm hidden"),
+        *_integers("ends_only"),
     ]
 
 

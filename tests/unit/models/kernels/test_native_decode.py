@@ -107,6 +107,32 @@ def test_a_long_prompt_in_chunks_is_a_long_prompt_at_once():
     assert torch.equal(torch.cat(pieces), whole)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("ends_only", [False, True])
+def test_prompts_that_threads_share_give_the_same_numbers(model, threads, ends_only):
+    """Long prompts go through the layers in chunks, of which a thread takes every other one."""
+    sharpened(model)
+    counts = [210, 1, 70, 130]
+    ids = torch.randint(0, 64, (sum(counts),), generator=torch.Generator().manual_seed(1))
+
+    def extend(**options):
+        cache = model.new_cache(4, 232)
+        new = model.extend(ids, [3, 0, 2, 1], [0] * 4, counts, cache, **options)
+        then = model.extend(torch.arange(4), [3, 0, 2, 1], counts, [1] * 4, cache)
+        return new, then
+
+    expected, expected_then = extend()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        new, then = extend(ends_only=ends_only)
+    finally:
+        torch.set_num_threads(before)
+    ends = torch.tensor(counts).cumsum(0) - 1
+    assert torch.equal(new, expected[ends] if ends_only else expected)
+    assert torch.equal(then, expected_then)
+
+
 def test_other_dtypes_take_the_eager_path():
     model = build_model(small_glm(), seed=3, dtype=torch.float64)
     assert type(model.new_cache(1, 16)) is SlotCache

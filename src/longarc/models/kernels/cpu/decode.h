@@ -2,9 +2,13 @@
 //
 //   rows (token, slot, position) --> embedding --> [ norm, attention, norm, feed-forward ] x layers --> norm
 //
-// Rows go through all layers in chunks, in order, so that a prompt's later rows find the earlier ones in the
-// cache; activations of a chunk stay in the processor's own cache. Rows of one sequence stay in one thread.
+// Rows go through all layers in chunks whose activations stay in the processor's own cache. Threads take chunks in
+// order. A chunk that goes on with a sequence follows the chunk before it, layer by layer, so that a prompt's later
+// rows find the earlier ones in the cache.
 #pragma once
+
+#include <atomic>
+#include <thread>
 
 #include "experts.h"
 #include "row_attention.h"
@@ -20,6 +24,9 @@ struct Rows {
     const float *embedding, *cos, *sin;  // angles of all positions, [position][width / 2]
     const float* final_norm;
     float* hidden;  // out, [row][hidden]
+    int64_t ends_only;  // hidden is wanted of the last row of each sequence alone; the other rows are left as they are
+
+    bool is_end(int64_t row) const { return row + 1 == num || slots[row + 1] != slots[row]; }
 };
 
 // A feed-forward of one layer, weights packed. Experts where num_experts > 0, else dense of `width`.
@@ -71,7 +78,7 @@ struct SeenKeys {
 };
 
 struct ChunkScratch {
-    Scratch x, normed, projected, query, attended, merged, gate_up, activated, logits, weights, slots, index;
+    Scratch x, normed, projected, q_latent, query, attended, merged, gate_up, activated, logits, weights, slots, index;
     std::vector<int32_t> chosen;
     Floats scores;
     SeenKeys seen[2];
@@ -123,82 +130,112 @@ inline void prefetch(const Keys& keys) {
     for (int64_t i = 0; i < keys.num * keys.value_stride; i += 16) __builtin_prefetch(keys.values + i, 0, 2);
 }
 
-inline void llama_attention(const LlamaShape& shape, const LlamaLayer& layer, const Rows& rows, int64_t first,
-                            int64_t num, ChunkScratch& s) {
-    const int64_t dim = shape.dim, queries = shape.num_heads * dim, keys = shape.num_key_heads * dim;
-    const int64_t width = queries + 2 * keys, group = shape.num_heads / shape.num_key_heads;
-    float* projected = s.projected.floats(num * width);
-    gemm(num, width, shape.hidden, s.normed.floats(0), shape.hidden, layer.qkv, projected, width);
-    for (int64_t r = 0; r < num; r++) {
-        const int64_t position = rows.positions[first + r], half = dim / 2;
-        float* row = projected + r * width;
-        for (int64_t h = 0; h < shape.num_heads + shape.num_key_heads; h++)
-            rotate_row(row + h * dim, rows.cos + position * half, rows.sin + position * half, dim, false, 1.0f);
-        for (int64_t g = 0; g < shape.num_key_heads; g++) {
-            const int64_t table = (rows.slots[first + r] * shape.num_key_heads + g) * rows.max_length * dim;
-            write_blocked(layer.keys + table, position, row + queries + g * dim, dim);
-            std::memcpy(layer.values + table + position * dim, row + queries + keys + g * dim, sizeof(float) * dim);
+// Attention of a chunk in two parts, of which others wait for the first: `keys` writes what rows [first, first + num)
+// leave in the cache, `queries` adds to the residual stream what rows [begin, end) of the chunk attend to.
+struct LlamaAttention {
+    static void keys(const LlamaShape& shape, const LlamaLayer& layer, const Rows& rows, int64_t first, int64_t num,
+                     ChunkScratch& s) {
+        const int64_t dim = shape.dim, queries = shape.num_heads * dim, keys = shape.num_key_heads * dim;
+        const int64_t width = queries + 2 * keys;
+        float* projected = s.projected.floats(num * width);
+        gemm(num, width, shape.hidden, s.normed.floats(0), shape.hidden, layer.qkv, projected, width);
+        for (int64_t r = 0; r < num; r++) {
+            const int64_t position = rows.positions[first + r], half = dim / 2;
+            float* row = projected + r * width;
+            for (int64_t h = 0; h < shape.num_heads + shape.num_key_heads; h++)
+                rotate_row(row + h * dim, rows.cos + position * half, rows.sin + position * half, dim, false, 1.0f);
+            for (int64_t g = 0; g < shape.num_key_heads; g++) {
+                const int64_t table = (rows.slots[first + r] * shape.num_key_heads + g) * rows.max_length * dim;
+                write_blocked(layer.keys + table, position, row + queries + g * dim, dim);
+                std::memcpy(layer.values + table + position * dim, row + queries + keys + g * dim, sizeof(float) * dim);
+            }
         }
     }
-    float* attended = s.attended.floats(num * queries);
-    auto keys_of = [&](int64_t pair) {
-        const int64_t row = first + pair / shape.num_key_heads;
-        const int64_t table =
-            (rows.slots[row] * shape.num_key_heads + pair % shape.num_key_heads) * rows.max_length * dim;
-        return Keys{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[row] + 1};
-    };
-    for (int64_t r = 0; r < num; r++)
-        for (int64_t g = 0; g < shape.num_key_heads; g++) {
-            const int64_t pair = r * shape.num_key_heads + g;
-            const Keys visible = keys_of(pair);
-            if (pair + 1 < num * shape.num_key_heads) prefetch(keys_of(pair + 1));
-            attend(projected + r * width + g * group * dim, shape.scale, group, visible,
-                   attended + r * queries + g * group * dim, s.attend);
-        }
-    gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output, s.x.floats(0), shape.hidden);
-}
 
-// Latent rows, indexer keys and absorbed queries of a chunk; latents and keys go to the cache.
-inline void mla_project(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
-                        ChunkScratch& s) {
-    const int64_t dim = shape.latent + shape.rope, head = shape.nope + shape.rope;
-    const int64_t inputs = shape.q_rank + dim + shape.index_dim + shape.index_heads;
-    const int64_t queries = shape.num_heads * head, width = queries + shape.index_heads * shape.index_dim;
-    float* input = s.projected.floats(num * inputs);
-    float* q_latent = s.merged.floats(num * shape.q_rank);
-    gemm(num, inputs, shape.hidden, s.normed.floats(0), shape.hidden, layer.input, input, inputs);
+    static void queries(const LlamaShape& shape, const LlamaLayer& layer, const Rows& rows, int64_t first,
+                        int64_t begin, int64_t end, ChunkScratch& s) {
+        const int64_t dim = shape.dim, queries = shape.num_heads * dim, num = end - begin;
+        const int64_t width = queries + 2 * shape.num_key_heads * dim, group = shape.num_heads / shape.num_key_heads;
+        const float* projected = s.projected.floats(0) + begin * width;
+        float* attended = s.attended.floats(num * queries);
+        auto keys_of = [&](int64_t pair) {
+            const int64_t row = first + begin + pair / shape.num_key_heads;
+            const int64_t table =
+                (rows.slots[row] * shape.num_key_heads + pair % shape.num_key_heads) * rows.max_length * dim;
+            return Keys{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[row] + 1};
+        };
+        for (int64_t r = 0; r < num; r++)
+            for (int64_t g = 0; g < shape.num_key_heads; g++) {
+                const int64_t pair = r * shape.num_key_heads + g;
+                const Keys visible = keys_of(pair);
+                if (pair + 1 < num * shape.num_key_heads) prefetch(keys_of(pair + 1));
+                attend(projected + r * width + g * group * dim, shape.scale, group, visible,
+                       attended + r * queries + g * group * dim, s.attend);
+            }
+        gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output,
+                         s.x.floats(0) + begin * shape.hidden, shape.hidden);
+    }
+};
+
+// The sizes of what a row of MLA is projected to.
+struct MlaWidths {
+    int64_t dim, head, inputs, queries, heads;
+
+    explicit MlaWidths(const MlaShape& shape)
+        : dim(shape.latent + shape.rope), head(shape.nope + shape.rope),
+          inputs(shape.q_rank + dim + shape.index_dim + shape.index_heads), queries(shape.num_heads * head),
+          heads(queries + shape.index_heads * shape.index_dim) {}
+};
+
+// Latent rows and indexer keys, which go to the cache, latent queries and indexer weights.
+inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
+                     ChunkScratch& s) {
+    const MlaWidths width(shape);
+    float* input = s.projected.floats(num * width.inputs);
+    float* q_latent = s.q_latent.floats(num * shape.q_rank);
+    gemm(num, width.inputs, shape.hidden, s.normed.floats(0), shape.hidden, layer.input, input, width.inputs);
     for (int64_t r = 0; r < num; r++) {
         const int64_t position = rows.positions[first + r], slot = rows.slots[first + r], half = shape.rope / 2;
         const float *cos = rows.cos + position * half, *sin = rows.sin + position * half;
-        float* row = input + r * inputs;
+        float* row = input + r * width.inputs;
         rms_norm_row(row, layer.q_norm, q_latent + r * shape.q_rank, shape.q_rank, shape.latent_eps);
-        float* latent = layer.latents + (slot * rows.max_length + position) * dim;
+        float* latent = layer.latents + (slot * rows.max_length + position) * width.dim;
         rms_norm_row(row + shape.q_rank, layer.kv_norm, latent, shape.latent, shape.latent_eps);
         std::memcpy(latent + shape.latent, row + shape.q_rank + shape.latent, sizeof(float) * shape.rope);
         rotate_row(latent + shape.latent, cos, sin, shape.rope, true, 1.0f);
-        float* key = row + shape.q_rank + dim;
+        float* key = row + shape.q_rank + width.dim;
         layer_norm_row(key, layer.index_norm_weight, layer.index_norm_bias, key, shape.index_dim, shape.index_eps);
         rotate_row(key, cos, sin, shape.rope, true, 1.0f);
         write_blocked(layer.index_keys + slot * rows.max_length * shape.index_dim, position, key, shape.index_dim);
         float* weights = key + shape.index_dim;
         for (int64_t h = 0; h < shape.index_heads; h++) weights[h] *= shape.index_scale;
     }
-    float* heads = s.index.floats(num * width);
-    float* query = s.query.floats(num * shape.num_heads * dim);
-    gemm(num, width, shape.q_rank, q_latent, shape.q_rank, layer.query, heads, width);
+}
+
+// Absorbed queries and indexer queries of rows [begin, end) of the chunk, into s.query and s.index from 0 on.
+inline void mla_project_queries(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first,
+                                int64_t begin, int64_t end, ChunkScratch& s) {
+    const MlaWidths width(shape);
+    const int64_t num = end - begin;
+    const float* q_latent = s.q_latent.floats(0) + begin * shape.q_rank;
+    float* heads = s.index.floats(num * width.heads);
+    float* query = s.query.floats(num * shape.num_heads * width.dim);
+    gemm(num, width.heads, shape.q_rank, q_latent, shape.q_rank, layer.query, heads, width.heads);
     for (int64_t h = 0; h < shape.num_heads; h++)
-        gemm(num, shape.latent, shape.nope, heads + h * head, width,
-             layer.key_absorb + h * packed_size(shape.latent, shape.nope), query + h * dim, shape.num_heads * dim);
+        gemm(num, shape.latent, shape.nope, heads + h * width.head, width.heads,
+             layer.key_absorb + h * packed_size(shape.latent, shape.nope), query + h * width.dim,
+             shape.num_heads * width.dim);
     for (int64_t r = 0; r < num; r++) {
-        const int64_t half = shape.rope / 2, position = rows.positions[first + r];
+        const int64_t half = shape.rope / 2, position = rows.positions[first + begin + r];
         const float *cos = rows.cos + position * half, *sin = rows.sin + position * half;
+        float* row = heads + r * width.heads;
         for (int64_t h = 0; h < shape.num_heads; h++) {
-            float* to = query + (r * shape.num_heads + h) * dim + shape.latent;
-            std::memcpy(to, heads + r * width + h * head + shape.nope, sizeof(float) * shape.rope);
+            float* to = query + (r * shape.num_heads + h) * width.dim + shape.latent;
+            std::memcpy(to, row + h * width.head + shape.nope, sizeof(float) * shape.rope);
             rotate_row(to, cos, sin, shape.rope, true, 1.0f);
         }
         for (int64_t h = 0; h < shape.index_heads; h++)
-            rotate_row(heads + r * width + queries + h * shape.index_dim, cos, sin, shape.rope, true, 1.0f);
+            rotate_row(row + width.queries + h * shape.index_dim, cos, sin, shape.rope, true, 1.0f);
     }
 }
 
@@ -226,69 +263,106 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
     for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + seen.positions[j]) * dim;
 }
 
-inline void mla_attention(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
-                          ChunkScratch& s) {
-    mla_project(shape, layer, rows, first, num, s);
-    const int64_t dim = shape.latent + shape.rope, queries = shape.num_heads * (shape.nope + shape.rope);
-    const int64_t width = queries + shape.index_heads * shape.index_dim;
-    const int64_t inputs = shape.q_rank + dim + shape.index_dim + shape.index_heads;
-    const float *input = s.projected.floats(0), *heads = s.index.floats(0), *query = s.query.floats(0);
-    float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
-    auto see = [&](int64_t r) {
-        mla_see(shape, layer, rows, first + r, heads + r * width + queries,
-                input + r * inputs + shape.q_rank + dim + shape.index_dim, s.seen[r % 2], s.scores);
-    };
-    see(0);
-    for (int64_t r = 0; r < num; r++) {
-        // The next row's keys travel while this row's are worked on.
-        if (r + 1 < num) see(r + 1);
-        const SeenKeys &seen = s.seen[r % 2], &next = s.seen[(r + 1) % 2];
-        attend_rows(query + r * shape.num_heads * dim, shape.scale, shape.num_heads,
-                    {seen.latents.data(), dim, shape.latent, seen.num}, attended + r * shape.num_heads * shape.latent,
-                    s.attend_rows, nullptr, {next.latents.data(), r + 1 < num ? next.num : 0, dim});
+struct MlaAttention {
+    static void keys(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
+                     ChunkScratch& s) {
+        mla_keys(shape, layer, rows, first, num, s);
     }
-    float* values = s.merged.floats(num * shape.num_heads * shape.value);
-    for (int64_t h = 0; h < shape.num_heads; h++)
-        gemm(num, shape.value, shape.latent, attended + h * shape.latent, shape.num_heads * shape.latent,
-             layer.value_absorb + h * packed_size(shape.value, shape.latent), values + h * shape.value,
-             shape.num_heads * shape.value);
-    gemm<Store::ADD>(num, shape.hidden, shape.num_heads * shape.value, values, shape.num_heads * shape.value,
-                     layer.output, s.x.floats(0), shape.hidden);
+
+    static void queries(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t begin,
+                        int64_t end, ChunkScratch& s) {
+        mla_project_queries(shape, layer, rows, first, begin, end, s);
+        const MlaWidths width(shape);
+        const int64_t num = end - begin;
+        const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
+        const float* query = s.query.floats(0);
+        float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
+        auto see = [&](int64_t r) {
+            mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,
+                    input + r * width.inputs + shape.q_rank + width.dim + shape.index_dim, s.seen[r % 2], s.scores);
+        };
+        see(0);
+        for (int64_t r = 0; r < num; r++) {
+            // The next row's keys travel while this row's are worked on.
+            if (r + 1 < num) see(r + 1);
+            const SeenKeys &seen = s.seen[r % 2], &next = s.seen[(r + 1) % 2];
+            attend_rows(query + r * shape.num_heads * width.dim, shape.scale, shape.num_heads,
+                        {seen.latents.data(), width.dim, shape.latent, seen.num},
+                        attended + r * shape.num_heads * shape.latent, s.attend_rows, nullptr,
+                        {next.latents.data(), r + 1 < num ? next.num : 0, width.dim});
+        }
+        float* values = s.merged.floats(num * shape.num_heads * shape.value);
+        for (int64_t h = 0; h < shape.num_heads; h++)
+            gemm(num, shape.value, shape.latent, attended + h * shape.latent, shape.num_heads * shape.latent,
+                 layer.value_absorb + h * packed_size(shape.value, shape.latent), values + h * shape.value,
+                 shape.num_heads * shape.value);
+        gemm<Store::ADD>(num, shape.hidden, shape.num_heads * shape.value, values, shape.num_heads * shape.value,
+                         layer.output, s.x.floats(0) + begin * shape.hidden, shape.hidden);
+    }
+};
+
+// Calls each(begin, end) for the stretches of a chunk whose rows are wanted.
+template <class Each>
+inline void wanted_rows(const Rows& rows, int64_t first, int64_t num, bool ends_only, Each each) {
+    if (!ends_only) return each(0, num);
+    for (int64_t begin = 0, end; begin < num; begin = end) {
+        end = begin + 1;
+        if (!rows.is_end(first + begin)) continue;
+        while (end < num && rows.is_end(first + end)) end++;
+        each(begin, end);
+    }
 }
 
-// Runs rows [first, first + num) through all layers; attention(layer, first, num) adds to the residual stream.
-template <class Shape, class Layer, class Attention>
+// Runs rows [first, first + num) through all layers. written(layer) returns when the keys of all earlier rows of the
+// layer are in the cache, and tells others that those of this chunk are.
+template <class Attention, class Shape, class Layer, class Written>
 inline void run_chunk(const Shape& shape, const Layer* layers, const Rows& rows, int64_t first, int64_t num,
-                      ChunkScratch& s, Attention attention) {
+                      ChunkScratch& s, Written written) {
     const int64_t hidden = shape.hidden;
     float *x = s.x.floats(num * hidden), *normed = s.normed.floats(num * hidden);
     for (int64_t r = 0; r < num; r++)
         std::memcpy(x + r * hidden, rows.embedding + rows.tokens[first + r] * hidden, sizeof(float) * hidden);
     for (int64_t l = 0; l < shape.num_layers; l++) {
         rms_norm_rows(x, layers[l].input_norm, normed, num, hidden, shape.eps);
-        attention(shape, layers[l], rows, first, num, s);
-        rms_norm_rows(x, layers[l].post_norm, normed, num, hidden, shape.eps);
-        feed_forward_rows(layers[l].feed_forward, hidden, num, normed, x, s);
+        Attention::keys(shape, layers[l], rows, first, num, s);
+        written(l);
+        // What the last layer makes of a row nobody reads but that row itself.
+        wanted_rows(rows, first, num, rows.ends_only && l + 1 == shape.num_layers, [&](int64_t begin, int64_t end) {
+            float *x_b = x + begin * hidden, *normed_b = normed + begin * hidden;
+            Attention::queries(shape, layers[l], rows, first, begin, end, s);
+            rms_norm_rows(x_b, layers[l].post_norm, normed_b, end - begin, hidden, shape.eps);
+            feed_forward_rows(layers[l].feed_forward, hidden, end - begin, normed_b, x_b, s);
+        });
     }
-    rms_norm_rows(x, rows.final_norm, rows.hidden + first * hidden, num, hidden, shape.eps);
+    wanted_rows(rows, first, num, rows.ends_only, [&](int64_t begin, int64_t end) {
+        rms_norm_rows(x + begin * hidden, rows.final_norm, rows.hidden + (first + begin) * hidden, end - begin, hidden,
+                      shape.eps);
+    });
 }
 
-// Splits rows into one stretch per thread, never inside a sequence, and each stretch into chunks.
-template <class Shape, class Layer, class Attention>
-inline void run_rows(const Shape& shape, const Layer* layers, const Rows& rows, int64_t num_threads,
-                     Attention attention) {
-    std::vector<int64_t> bounds(num_threads + 1, rows.num);
-    bounds[0] = 0;
-    for (int64_t t = 1; t < num_threads; t++) {
-        int64_t at = std::max(bounds[t - 1], rows.num * t / num_threads);
-        while (at < rows.num && at > 0 && rows.slots[at] == rows.slots[at - 1]) at++;
-        bounds[t] = at;
-    }
-#pragma omp parallel for num_threads(num_threads) schedule(static, 1) if (num_threads > 1)
-    for (int64_t t = 0; t < num_threads; t++) {
+// Chunks of nearly equal size, as many for each thread.
+inline int64_t count_chunks(int64_t num_rows, int64_t num_threads) {
+    return std::min(num_rows, round_up((num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_threads));
+}
+
+template <class Attention, class Shape, class Layer>
+inline void run_rows(const Shape& shape, const Layer* layers, const Rows& rows, int64_t num_threads) {
+    const int64_t num_chunks = count_chunks(rows.num, num_threads);
+    std::vector<std::atomic<int64_t>> num_written(num_chunks);  // layers of a chunk whose keys are in the cache
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
         thread_local ChunkScratch scratch;
-        for (int64_t first = bounds[t]; first < bounds[t + 1]; first += CHUNK_ROWS)
-            run_chunk(shape, layers, rows, first, std::min(CHUNK_ROWS, bounds[t + 1] - first), scratch, attention);
+        // Taken in order: whom a chunk waits for is at work or done, however many threads there really are.
+        for (int64_t c; (c = next++) < num_chunks;) {
+            const int64_t first = rows.num * c / num_chunks, num = rows.num * (c + 1) / num_chunks - first;
+            const bool follows = first > 0 && rows.slots[first] == rows.slots[first - 1];
+            run_chunk<Attention>(shape, layers, rows, first, num, scratch, [&](int64_t layer) {
+                for (int64_t tries = 0; follows && num_written[c - 1].load(std::memory_order_acquire) <= layer;)
+                    if (++tries > 1000) std::this_thread::yield();
+                num_written[c].store(layer + 1, std::memory_order_release);
+            });
+        }
     }
 }
 

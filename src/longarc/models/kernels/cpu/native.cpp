@@ -253,23 +253,23 @@ void longarc_sample(int64_t num_rows, int64_t vocab, float* logits, const float*
 }
 
 void longarc_llama_rows(const LlamaShape* shape, const LlamaLayer* layers, const Rows* rows, int64_t num_threads) {
-    run_rows(*shape, layers, *rows, num_threads, llama_attention);
+    run_rows<LlamaAttention>(*shape, layers, *rows, num_threads);
 }
 
 void longarc_mla_rows(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, int64_t num_threads) {
-    run_rows(*shape, layers, *rows, num_threads, mla_attention);
+    run_rows<MlaAttention>(*shape, layers, *rows, num_threads);
 }
 
 void longarc_llama_steps(const LlamaShape* shape, const LlamaLayer* layers, const Rows* rows, Steps* steps,
                          int64_t num_threads) {
     run_steps(*rows, shape->hidden, *steps, num_threads,
-              [&](const Rows& now) { run_rows(*shape, layers, now, num_threads, llama_attention); });
+              [&](const Rows& now) { run_rows<LlamaAttention>(*shape, layers, now, num_threads); });
 }
 
 void longarc_mla_steps(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, Steps* steps,
                        int64_t num_threads) {
     run_steps(*rows, shape->hidden, *steps, num_threads,
-              [&](const Rows& now) { run_rows(*shape, layers, now, num_threads, mla_attention); });
+              [&](const Rows& now) { run_rows<MlaAttention>(*shape, layers, now, num_threads); });
 }
 
 }  // extern "C"

@@ -13,34 +13,57 @@ inline void write_blocked(float* blocked, int64_t position, const float* key, in
     for (int64_t d = 0; d < dim; d++) to[d * LANES] = key[d];
 }
 
+// Scores of BLOCKS * LANES keys with four heads: enough sums at once to keep the multipliers busy.
+template <int BLOCKS>
+inline void add_head_scores(const float* q, const float* weights, int64_t dim, const float* blocked, Vec* totals) {
+    Vec sums[4][BLOCKS];
+#pragma GCC unroll 4
+    for (int h = 0; h < 4; h++)
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++) sums[h][b] = Vec{};
+    for (int64_t d = 0; d < dim; d++) {
+        Vec key[BLOCKS];
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++) key[b] = load(blocked + (b * dim + d) * LANES);
+#pragma GCC unroll 4
+        for (int h = 0; h < 4; h++) {
+            const Vec x = splat(q[h * dim + d]);
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; b++) sums[h][b] = multiply_add(key[b], x, sums[h][b]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < 4; h++)
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++)
+            totals[b] = multiply_add(max(sums[h][b], Vec{}), splat(weights[h]), totals[b]);
+}
+
+template <int BLOCKS>
+inline void block_scores(const float* q, const float* weights, int64_t num_heads, int64_t dim, const float* blocked,
+                         float* scores) {
+    Vec totals[BLOCKS];
+    for (int b = 0; b < BLOCKS; b++) totals[b] = Vec{};
+    int64_t head = 0;
+    for (; head + 4 <= num_heads; head += 4)
+        add_head_scores<BLOCKS>(q + head * dim, weights + head, dim, blocked, totals);
+    for (; head < num_heads; head++)
+        for (int b = 0; b < BLOCKS; b++) {
+            Vec sum{};
+            for (int64_t d = 0; d < dim; d++)
+                sum = multiply_add(load(blocked + (b * dim + d) * LANES), splat(q[head * dim + d]), sum);
+            totals[b] = multiply_add(max(sum, Vec{}), splat(weights[head]), totals[b]);
+        }
+    for (int b = 0; b < BLOCKS; b++) store(scores + b * LANES, totals[b]);
+}
+
 // scores[s] = sum_j weights[j] * relu(q[j] . key[s]), heads in order. `scores` has room for whole blocks.
 LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, int64_t num_heads, int64_t dim,
                                           const float* blocked, int64_t num_keys, float* scores) {
-    for (int64_t first = 0; first < num_keys; first += LANES, blocked += dim * LANES) {
-        Vec total{};
-        int64_t head = 0;
-        for (; head + 4 <= num_heads; head += 4) {
-            const float* q0 = q + head * dim;
-            Vec a{}, b{}, c{}, e{};
-            for (int64_t d = 0; d < dim; d++) {
-                const Vec key = load(blocked + d * LANES);
-                a = multiply_add(key, splat(q0[d]), a);
-                b = multiply_add(key, splat(q0[dim + d]), b);
-                c = multiply_add(key, splat(q0[2 * dim + d]), c);
-                e = multiply_add(key, splat(q0[3 * dim + d]), e);
-            }
-            total = multiply_add(max(a, Vec{}), splat(weights[head]), total);
-            total = multiply_add(max(b, Vec{}), splat(weights[head + 1]), total);
-            total = multiply_add(max(c, Vec{}), splat(weights[head + 2]), total);
-            total = multiply_add(max(e, Vec{}), splat(weights[head + 3]), total);
-        }
-        for (; head < num_heads; head++) {
-            Vec a{};
-            for (int64_t d = 0; d < dim; d++) a = multiply_add(load(blocked + d * LANES), splat(q[head * dim + d]), a);
-            total = multiply_add(max(a, Vec{}), splat(weights[head]), total);
-        }
-        store(scores + first, total);
-    }
+    int64_t first = 0;
+    for (; first + LANES < num_keys; first += 2 * LANES)
+        block_scores<2>(q, weights, num_heads, dim, blocked + first * dim, scores + first);
+    if (first < num_keys) block_scores<1>(q, weights, num_heads, dim, blocked + first * dim, scores + first);
 }
 
 // Writes the num_chosen best positions in ascending order: score descending, then smaller position.
@@ -108,12 +131,17 @@ LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_
         n += __builtin_popcount(taken);
     }
 #else
-    for (int64_t i = 0; n < num_chosen; i++) {
-        // Without branches: which keys win is hard to predict.
-        const int64_t tie = order[i] == bound, take = (order[i] > bound) | (tie & (ties > 0));
-        ties -= tie;
-        chosen[n] = int32_t(i);
-        n += take;
+    for (int64_t first = 0; n < num_chosen; first += LANES) {
+        // Most vectors of a long context hold no winner, and which hold one is hard to predict: few branches.
+        IntVec bits;
+        std::memcpy(&bits, order + first, sizeof bits);
+        if (!any_lane(bits >= bound)) continue;
+        for (int64_t i = first; i < first + LANES; i++) {
+            const int64_t tie = order[i] == bound, take = (order[i] > bound) | (tie & (ties > 0));
+            ties -= tie;
+            chosen[n] = int32_t(i);
+            n += take;
+        }
     }
 #endif
 }

@@ -94,6 +94,17 @@ inline void store_first(float* to, Vec value, int count) {
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+inline bool any_lane(IntVec mask) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    return _mm256_movemask_ps(__m256(mask));
+#else
+    int32_t lane[LANES], any = 0;
+    std::memcpy(lane, &mask, sizeof lane);
+    for (int i = 0; i < LANES; i++) any |= lane[i];
+    return any;
+#endif
+}
+
 inline float sum_lanes(Vec value) {
     float lane[LANES];
     store(lane, value);
