@@ -25,9 +25,10 @@ struct Rows {
     const float* final_norm;
     float* hidden;  // out, [row][hidden]
     int64_t ends_only;  // hidden is wanted of the last row of each sequence alone; the other rows are left as they are
-
-    bool is_end(int64_t row) const { return row + 1 == num || slots[row + 1] != slots[row]; }
 };
+
+// Whether a row is the last of its sequence in this call.
+inline bool is_end(const Rows& rows, int64_t row) { return row + 1 == rows.num || rows.slots[row + 1] != rows.slots[row]; }
 
 // A feed-forward of one layer, weights packed. Experts where num_experts > 0, else dense of `width`.
 struct FeedForward {
@@ -307,8 +308,8 @@ inline void wanted_rows(const Rows& rows, int64_t first, int64_t num, bool ends_
     if (!ends_only) return each(0, num);
     for (int64_t begin = 0, end; begin < num; begin = end) {
         end = begin + 1;
-        if (!rows.is_end(first + begin)) continue;
-        while (end < num && rows.is_end(first + end)) end++;
+        if (!is_end(rows, first + begin)) continue;
+        while (end < num && is_end(rows, first + end)) end++;
         each(begin, end);
     }
 }
