@@ -149,6 +149,7 @@ def make_recipe(start: Start, arm: Arm, options: argparse.Namespace, *, seed: in
         ),
         engine=EngineConfig(num_threads=arm.num_threads),
         trainer_threads=arm.num_threads,
+        threads=arm.num_threads,
         sinks=(),
         tasks={FAMILY: TaskFamilyConfig(path="heavy_tail:HeavyTailedFiles")},
         stages=stages,

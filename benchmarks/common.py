@@ -91,8 +91,12 @@ class PeerProcess:
             text=True,
             env={**environment, "OMP_NUM_THREADS": str(job["num_threads"])},
         )
-        self.ready = self._read()
-        """What it said first."""
+        try:
+            self.ready = self._read()
+            """What it said first."""
+        except BaseException:
+            self.__exit__()
+            raise
 
     def ask(self, line: str) -> dict[str, Any]:
         """Send a line and wait for the answer."""

@@ -16,6 +16,7 @@ Usage: python benchmarks/grpo.py [--threads 1] [--repeats 7] [--quick]
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -205,7 +206,9 @@ def open_peer(job: dict[str, Any]) -> Iterator[Peer | None]:
         yield Peer(process)
 
 
-async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace) -> Measured:
+async def measure(
+    scratch: Path, prompt_length: int, pool: GradientPool, options: argparse.Namespace
+) -> Measured:
     """Take the steps of one workload in turns."""
     model_directory, published = scratch / "model", scratch / "published"
     save_pretrained_dir(build_model(LLAMA, seed=0), model_directory)
@@ -213,7 +216,6 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
     prompts = draw_prompts(prompt_length)
     num_samples = NUM_PROMPTS * GROUP_SIZE
     num_steps = options.repeats + 1
-    pool = GradientPool(options.threads)
     trainer = PolicyTrainer(
         load_pretrained_dir(model_directory),
         PolicySettings(
@@ -253,7 +255,6 @@ async def measure(scratch: Path, prompt_length: int, options: argparse.Namespace
                 if peer is not None:
                     peers.append(peer.take())
             versions = {} if peer is None else peer.versions
-    pool.close()
     return Measured(ours=ours[1:], peer=peers[1:], versions=versions)
 
 
@@ -318,8 +319,11 @@ def main() -> None:
     torch.set_num_threads(1)  # each core has a process, or a thread of the engine
     measured: dict[int, Measured] = {}
     for length in options.prompt_lengths:
-        with tempfile.TemporaryDirectory(prefix="longarc-grpo-") as scratch:
-            measured[length] = asyncio.run(measure(Path(scratch), length, options))
+        with (
+            tempfile.TemporaryDirectory(prefix="longarc-grpo-") as scratch,
+            contextlib.closing(GradientPool(options.threads)) as pool,
+        ):
+            measured[length] = asyncio.run(measure(Path(scratch), length, pool, options))
     versions = next(iter(measured.values())).versions
     print(
         f"Llama of {LLAMA.num_hidden_layers} layers, fp32, {options.threads} thread(s), median of "

@@ -1,4 +1,4 @@
-"""transformers' ``generate``, once whenever it is asked; started by engine.py, in an environment of its own.
+"""transformers' ``generate``, once whenever it is asked; started by engine.py as a process of its own.
 
 A line on stdin names a workload of the job; the answer is a line of JSON on stdout. Nothing here imports LongArc.
 

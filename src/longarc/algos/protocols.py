@@ -33,7 +33,11 @@ class LossInputs:
 
 @runtime_checkable
 class PolicyLoss(Protocol):
-    """``loss(inputs, **settings) -> TokenLoss``; the settings are floats from the recipe."""
+    """``loss(inputs, **settings) -> TokenLoss``; the settings are floats from the recipe.
+
+    Several processes may share a step: they find the loss by its name in its module, and it keeps nothing
+    from one call to the next.
+    """
 
     # Any on both stars is how the type system spells "whatever keyword settings you declare".
     def __call__(self, inputs: LossInputs, *args: Any, **settings: Any) -> TokenLoss:

@@ -60,7 +60,7 @@ class Recipe(Settings):
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where metrics go besides ``metrics.jsonl``."""
     trainer_threads: int = Field(1, ge=1)
-    """Compute threads of a trainer in a process of its own, beside the engine's ``engine.num_threads``."""
+    """Compute threads of a trainer while sampling goes on, beside the engine's ``engine.num_threads``."""
     threads: int = Field(2, ge=1)
     """Cores of whatever computes alone: as many processes of one thread for gradients, as many threads
     for an engine with which the trainer takes turns; at most the cores there are."""

@@ -281,6 +281,11 @@ class EvalConfig(Settings):
     """How the policy is sampled: the training temperature."""
 
 
+def takes_turns(stage: RlConfig | DistillConfig) -> bool:
+    """Say whether the engine rests while the trainer trains, so that each in turn may have all cores."""
+    return not stage.trainer_process and stage.loop.max_lag_steps == 0
+
+
 def _check_samples(rollout: RolloutConfig) -> None:
     if rollout.temperature == 0:
         raise ValueError(

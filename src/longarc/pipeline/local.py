@@ -18,6 +18,7 @@ from longarc.config.stages import (
     SftConfig,
     StageConfig,
     SupervisedConfig,
+    takes_turns,
 )
 from longarc.pipeline import (
     agentic_rl,
@@ -98,9 +99,9 @@ async def run_recipe(workspace: Workspace) -> None:
 
 
 def _shares_gradients(config: StageConfig) -> bool:
-    """Say whether all cores compute gradients at once; beside a trainer of its own the engine works."""
+    """Say whether the gradients of a step may have all cores."""
     if isinstance(config, RlConfig | DistillConfig):
-        return not config.trainer_process
+        return takes_turns(config)
     return isinstance(config, SupervisedConfig)
 
 

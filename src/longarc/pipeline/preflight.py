@@ -5,14 +5,22 @@ An hour of training is a bad moment to learn that the loss of the next stage is 
 
 import inspect
 import os
+import pickle
 from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
 from longarc.config.load_object import load_object
 from longarc.config.recipe import Recipe
-from longarc.config.stages import DistillConfig, EvalConfig, LossConfig, RlConfig, SftConfig
+from longarc.config.stages import (
+    DistillConfig,
+    EvalConfig,
+    LossConfig,
+    RlConfig,
+    SftConfig,
+    takes_turns,
+)
 from longarc.data.sft import Expert
-from longarc.errors import ConfigError, ResourceError
+from longarc.errors import ConfigError, ResourceError, boundary
 from longarc.pipeline.workspace import check_fits, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -43,7 +51,9 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
             for family_name, share in stage.demonstrations.tasks.items():
                 expert(name, family_name, task_family(recipe, family_name, share))
         if isinstance(stage, RlConfig | DistillConfig):
-            _check_loss(name, stage.loss)
+            loss = _check_loss(name, stage.loss)
+            if recipe.threads > 1 and takes_turns(stage):
+                _check_can_be_shared(name, stage.loss.path, loss)
 
 
 def expert(stage: str, family_name: str, family: object) -> Expert:
@@ -90,12 +100,12 @@ def _check_tokenizer(recipe: Recipe, path: Path) -> None:
         check_fits(tokenizer, recipe.model)
 
 
-def _check_loss(stage: str, config: LossConfig) -> None:
+def _check_loss(stage: str, config: LossConfig) -> PolicyLoss:
     loss: PolicyLoss = load_object(config.path, kind=PolicyLoss)
     try:
         signature = inspect.signature(loss)
     except (TypeError, ValueError):
-        return  # compiled code has none; a wrong setting will show at the first step
+        return loss  # compiled code has none; a wrong setting will show at the first step
     try:
         signature.bind(None, **config.settings)
     except TypeError as error:
@@ -103,3 +113,13 @@ def _check_loss(stage: str, config: LossConfig) -> None:
             f"stage {stage!r}: loss {config.path!r} does not take settings {config.settings}: {error}. "
             f"Its signature is {signature}"
         ) from error
+    return loss
+
+
+def _check_can_be_shared(stage: str, path: str, loss: PolicyLoss) -> None:
+    """Refuse a loss that the other processes of a step could not find."""
+    hint = "give it a name of its own at the top of its module, or set threads = 1"
+    with boundary(
+        ConfigError, f"stage {stage!r}: loss {path!r} cannot go to other processes; {hint}"
+    ):
+        pickle.dumps(loss)

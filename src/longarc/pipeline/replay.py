@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from longarc.config.recipe import Recipe
-from longarc.config.stages import DistillConfig, RlConfig
+from longarc.config.stages import DistillConfig, RlConfig, takes_turns
 from longarc.errors import CheckpointError, ConfigError
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
 from longarc.pipeline.rl import trainer_spec
@@ -41,13 +41,13 @@ def replay_step(recipe: Recipe, run_dir: Path, where: str) -> tuple[StepReport, 
             raise ConfigError(
                 f"stage {stage!r} of {run_dir} has {num_steps} recorded steps, 0 to {num_steps - 1}; {step} is not one"
             )
-        start, spec = _start(recipe, run, stage, step, scratch)
         config = recipe.stages[stage]
         assert isinstance(config, RlConfig | DistillConfig)
+        start, spec = _start(recipe, config, run, stage, step, scratch)
         with contextlib.closing(GradientPool(recipe.threads)) as pool:
             # As many processes as in the run: their sums are added in that order.
             trainer = build_policy_trainer(
-                spec, gradients=None if config.trainer_process else pool.open
+                spec, gradients=pool.open if takes_turns(config) else None
             )
             for earlier in range(start, step):
                 trainer.take_step(ledger.batch(stage, earlier))
@@ -68,10 +68,13 @@ def _parse(recipe: Recipe, where: str) -> tuple[str, int]:
 
 
 def _start(
-    recipe: Recipe, run: RunDirectory, stage: str, step: int, scratch: str
+    recipe: Recipe,
+    config: RlConfig | DistillConfig,
+    run: RunDirectory,
+    stage: str,
+    step: int,
+    scratch: str,
 ) -> tuple[int, PolicyTrainerSpec]:
-    config = recipe.stages[stage]
-    assert isinstance(config, RlConfig | DistillConfig)
     names = list(recipe.stages)
     before = [n for n in names[: names.index(stage)] if recipe.stages[n].kind != "eval"][-1]
     first = run.stage(before).final()

@@ -4,7 +4,7 @@
 
     orchestrator -- sessions --> gateway --> engine (this process, one thread)
          |  \\-- boxes --> sandbox
-         \\-- batches --> trainer (all processes in turn with the engine, or one of its own) --weights--> engine
+         \\-- batches --> trainer (this process and those that share gradients, or one of its own) --weights--> engine
 
 A resumed stage loads its newest checkpoint, takes the steps that the ledger recorded after it again,
 and must arrive at the recorded weights bit for bit before anything new is sampled.
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from longarc.config.recipe import Recipe
-from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig
+from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_turns
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
@@ -75,7 +75,7 @@ async def reinforce(
             loaded,
             config.rollout,
             policy_version=version,
-            num_threads=recipe.engine.num_threads if config.trainer_process else recipe.threads,
+            num_threads=recipe.threads if takes_turns(config) else recipe.engine.num_threads,
         ) as serve:
             families = workspace.families(config.tasks)
             result = await run_stage(
@@ -178,8 +178,8 @@ async def _trainer(
     workspace: Workspace, spec: PolicyTrainerSpec, config: RlConfig | DistillConfig
 ) -> AsyncIterator[Trainer]:
     if not config.trainer_process:
-        # The engine rests during a step, so the step may have every core.
-        yield build_policy_trainer(spec, gradients=workspace.gradients.open)
+        gradients = workspace.gradients.open if takes_turns(config) else None
+        yield build_policy_trainer(spec, gradients=gradients)
         return
     process = await ProcessTrainer.start(
         partial(build_policy_trainer, spec), num_threads=spec.num_threads
@@ -210,7 +210,7 @@ def trainer_spec(
         micro_batch_tokens=config.micro_batch_tokens,
         temperature=config.rollout.temperature,
         router_bias_rate=0.0,
-        num_threads=recipe.trainer_threads if config.trainer_process else recipe.threads,
+        num_threads=recipe.threads if takes_turns(config) else recipe.trainer_threads,
         teachers=teachers,
     )
     if isinstance(config, RlConfig):

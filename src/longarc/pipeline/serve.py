@@ -64,7 +64,7 @@ async def serve(
         loaded,
         settings.rollout,
         policy_version=loaded.manifest.policy_version,
-        num_threads=workspace.recipe.engine.num_threads,
+        num_threads=workspace.recipe.threads,
         logs_turns=True,
     ) as served:
         sessions = _ServedSessions(workspace.ledger, served.gateway, settings)

@@ -20,7 +20,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Generic, TypeAlias
 
 import torch
@@ -32,8 +32,8 @@ from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.trainer import shared_memory
 from longarc.trainer.child import SPAWN, ctrl_c_held, death_of, enter_child, with_origin
-from longarc.trainer.gradients import D, Gradients, Objective, S
-from longarc.trainer.packing import split_documents
+from longarc.trainer.gradients import Gradients, Objective, S
+from longarc.trainer.packing import D, split_documents
 
 KEYS_PER_ROW = {"dense": 260.0, "sparse": 5000.0}
 """Keys of a query that take as long as the rest of a token; measured with longarc-nano, only balances."""
@@ -140,8 +140,9 @@ class _Task:
         Raises:
             ConfigError: the objective has parts that cannot be pickled.
         """
+        # Not multiprocessing's pickler: it would give every tensor of a teacher a file descriptor.
         with boundary(ConfigError, f"cannot send the objective to a gradient process ({_HINT})"):
-            return bytes(ForkingPickler.dumps(self))
+            return pickle.dumps(self)
 
     @classmethod
     def unpickled(cls, pickled: bytes) -> "_Task":
@@ -150,7 +151,7 @@ class _Task:
         return task
 
 
-_HINT = "a loss has to stand in a module under its own name; or set threads = 1"
+_HINT = "a loss has to stand in a module under its own name, or else set threads = 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +282,7 @@ def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
                         replica = None  # its memory goes before there is more
                         descriptor = recv_handle(connection)
                         replica = _Replica(request.task, descriptor, rank=rank)
+                        del request  # a copy of all teachers
                         answer = _Computed(sums=None, has_gradient=())
                     else:
                         assert replica is not None

@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from longarc.models.decoder_base import Decoder
-from longarc.trainer.packing import Document
+from longarc.trainer.packing import D, Document
 
 
 class Sums(Protocol):
@@ -20,7 +23,6 @@ class Sums(Protocol):
         ...
 
 
-D = TypeVar("D", bound=Document)
 D_contra = TypeVar("D_contra", bound=Document, contravariant=True)
 S = TypeVar("S", bound=Sums)
 S_co = TypeVar("S_co", bound=Sums, covariant=True)
@@ -67,6 +69,15 @@ class GradientSource(Protocol):
     def __call__(self, model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
         """Return what computes the gradients of ``objective`` for this model."""
         ...
+
+
+def sum_counts(
+    counts: npt.NDArray[np.float64] | None, others: npt.NDArray[np.float64] | None
+) -> npt.NDArray[np.float64] | None:
+    """Add tokens per expert, where None is nothing yet."""
+    if counts is None or others is None:
+        return others if counts is None else counts
+    return counts + others
 
 
 def in_this_process(model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:

@@ -116,7 +116,9 @@ class MuonAdamW:
             self._run = ThreadPoolExecutor(
                 num_threads,
                 thread_name_prefix="muon",
-                initializer=torch.set_num_threads,  # of one operator in one of these threads
+                # Each computes alone. New threads of this process start with 1 from now on, so who wants
+                # more must say so, as engines and trainers do.
+                initializer=torch.set_num_threads,
                 initargs=(1,),
             ).map
 

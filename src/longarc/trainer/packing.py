@@ -129,11 +129,7 @@ def split_documents(
         for sequence, num_shared in zip(sequences, shared, strict=True)
     ]
     starts = [i for i, n in enumerate(shared) if 2 * n < len(sequences[i].inputs)]
-    families = [
-        range(start, end)
-        for start, end in itertools.pairwise([*starts, len(sequences)])
-        if start < end
-    ]
+    families = itertools.starmap(range, itertools.pairwise([*starts, len(sequences)]))
     parts = [part for family in families for part in _cut(family, costs, sum(costs) / num_shards)]
     # The longest first, each to the shard that has least: the classic way to finish together.
     loads = [0] * num_shards

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,13 @@ from longarc.algos.distill import distillation_advantages
 from longarc.algos.protocols import LossInputs, PolicyLoss
 from longarc.algos.token_loss import TokenLoss
 from longarc.errors import ConfigError, ContractError, boundary
-from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.projection import token_logprobs
 from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.gradients import sum_counts
 from longarc.trainer.packing import Document, MicroBatch, pack_shared
 
-Column = npt.NDArray[np.float64]
+Column: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,7 @@ class PolicySums:
         self.normaliser += other.normaliser
         self.num_rejected += other.num_rejected
         self.num_trained_tokens += other.num_trained_tokens
-        if self.expert_counts is None:
-            self.expert_counts = other.expert_counts
-        elif other.expert_counts is not None:
-            self.expert_counts = self.expert_counts + other.expert_counts
+        self.expert_counts = sum_counts(self.expert_counts, other.expert_counts)
         for name, pieces in other.columns.items():
             self.columns.setdefault(name, []).extend(pieces)
 
@@ -80,7 +77,7 @@ class PolicySums:
         return np.concatenate(pieces) if pieces else np.zeros(0)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyObjective:
     """How sampled tokens are learned from."""
 
@@ -109,22 +106,6 @@ class PolicyObjective:
                 f"{inspect.signature(self.loss)}"
             ) from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy teachers by value: as tensors, each parameter would hold a file descriptor."""
-        state = dict(self.__dict__)
-        if self.teachers is not None:
-            frozen = {id(t): _FrozenDecoder.of(t) for t in self.teachers.values()}
-            state["teachers"] = {family: frozen[id(t)] for family, t in self.teachers.items()}
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if state["teachers"] is not None:
-            distinct = {id(f): f.thaw() for f in state["teachers"].values()}
-            state = state | {
-                "teachers": {family: distinct[id(f)] for family, f in state["teachers"].items()}
-            }
-        self.__dict__.update(state)
-
     def select_parameters(self, model: Decoder) -> None:
         """Train everything but the indexer (GLM-5, section 3.2), and no teacher."""
         train_only(model, lambda name: not is_indexer(name))
@@ -149,8 +130,9 @@ class PolicyObjective:
     def _by_teacher(
         self, documents: Sequence[PolicyDocument]
     ) -> list[tuple[Decoder | None, list[PolicyDocument]]]:
-        """Group documents by who scores them, in the order of the batch, where members of a group follow
-        each other. A micro-batch of several teachers would pass through all of them.
+        """Group documents by who scores them, in the order of the batch.
+
+        A micro-batch of several teachers would pass through all of them.
         """
         teachers = self.teachers or {}
         grouped: dict[int, tuple[Decoder | None, list[PolicyDocument]]] = {}
@@ -226,28 +208,6 @@ class PolicyObjective:
             micro_batch.token_ids, micro_batch.layout, attention=self.attention
         )
         return self._logprobs(teacher, output, micro_batch, with_entropy=False)[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FrozenDecoder:
-    """A decoder as plain values."""
-
-    config: Any
-    dtype: torch.dtype
-    values: Mapping[str, npt.NDArray[Any]]
-
-    @classmethod
-    def of(cls, model: Decoder) -> "_FrozenDecoder":
-        return cls(
-            config=model.config,
-            dtype=model.output_weight.dtype,
-            values={name: value.numpy() for name, value in model.state_dict().items()},
-        )
-
-    def thaw(self) -> Decoder:
-        model = build_model(self.config, seed=0, dtype=self.dtype)
-        model.load_state_dict({name: torch.tensor(value) for name, value in self.values.items()})
-        return model
 
 
 def _loss_inputs(

@@ -12,6 +12,7 @@ from longarc.errors import ContractError
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.projection import token_logprobs
 from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.gradients import sum_counts
 from longarc.trainer.packing import Document, MicroBatch, pack_shared
 
 
@@ -32,10 +33,7 @@ class LossSums:
         self.num_targets += other.num_targets
         self.indexer_loss += other.indexer_loss
         self.num_indexer_terms += other.num_indexer_terms
-        if self.expert_counts is None:
-            self.expert_counts = other.expert_counts
-        elif other.expert_counts is not None:
-            self.expert_counts = self.expert_counts + other.expert_counts
+        self.expert_counts = sum_counts(self.expert_counts, other.expert_counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from longarc.algos import losses
 from longarc.config.loader import load_settings
 from longarc.config.recipe import Recipe
 from longarc.errors import ConfigError, ResourceError
@@ -52,3 +53,16 @@ def test_a_family_of_a_text_stage_is_looked_at_before_the_run():
 def test_demonstrations_of_nothing_are_refused():
     with pytest.raises(ConfigError, match=r"demonstrations\.tasks"):
         recipe("quickstart", "stages.midtrain.demonstrations={tasks={}}")
+
+
+nameless = lambda inputs: losses.ppo_clip(inputs)  # noqa: E731 - what a user may write
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_loss_that_other_processes_cannot_find_is_refused_before_the_run():
+    loss = f"stages.reasoning_rl.loss={{path='{__name__}:nameless'}}"
+    with pytest.raises(ConfigError, match="cannot go to other processes; give it a name"):
+        check_recipe(recipe("quickstart", loss), is_new=True)
+    check_recipe(recipe("quickstart", loss, "threads=1"), is_new=True)
+    beside = f"stages.agentic_rl.loss={{path='{__name__}:nameless'}}"
+    check_recipe(recipe("quickstart", beside), is_new=True)  # this trainer loads it by its path

@@ -176,7 +176,7 @@ def test_a_loss_that_cannot_be_sent_is_refused_and_the_pool_goes_on(
         local_loss.__module__ = module.__name__
         module.local_loss = local_loss
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    with pytest.raises(ConfigError, match="under its own name; or set threads = 1"):
+    with pytest.raises(ConfigError, match="under its own name, or else set threads = 1"):
         policy_trainer(pool.open, tmp_path, loss=local_loss)
     policy_trainer(pool.open, tmp_path).take_step(random_batch())
 

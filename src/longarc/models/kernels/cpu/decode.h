@@ -28,7 +28,9 @@ struct Rows {
 };
 
 // Whether a row is the last of its sequence in this call.
-inline bool is_end(const Rows& rows, int64_t row) { return row + 1 == rows.num || rows.slots[row + 1] != rows.slots[row]; }
+inline bool is_end(const Rows& rows, int64_t row) {
+    return row + 1 == rows.num || rows.slots[row + 1] != rows.slots[row];
+}
 
 // A feed-forward of one layer, weights packed. Experts where num_experts > 0, else dense of `width`.
 struct FeedForward {

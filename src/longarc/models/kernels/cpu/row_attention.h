@@ -53,7 +53,8 @@ inline Vec sum_each(Vec* rows) {
 #endif
 }
 
-// As row_scores; HAS_REST says whether `dim` is no multiple of LANES.
+// As row_scores; HAS_REST says whether `dim` is no multiple of LANES, FETCH whether there are rows ahead. Neither changes
+// a number, but what need not be asked in the loop leaves registers to the sums.
 template <bool HAS_REST, bool FETCH>
 inline void row_scores_of(const float* q, int64_t q_stride, const RowKeys& keys, int64_t dim, float* scores,
                           const RowsAhead& ahead) {
@@ -155,7 +156,11 @@ inline void row_sums(const float* weights, const float* factors, const RowKeys& 
 
 inline void weighted_rows(const float* weights, const float* factors, const RowKeys& keys, int64_t width, float* out,
                           int64_t out_stride, int64_t num_heads) {
-    constexpr int VECS = LANES == 16 ? 4 : 2;  // GROUP * VECS sums fit the registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+    constexpr int VECS = 4;
+#else
+    constexpr int VECS = 2;  // there are 16 registers, and GROUP * VECS sums must fit
+#endif
     int64_t d = 0;
     for (; d + VECS * LANES <= width; d += VECS * LANES)
         row_sums<VECS>(weights, factors, keys, d, LANES, out, out_stride, num_heads);
@@ -188,7 +193,7 @@ inline const float* padded_heads(const float* from, int64_t num_heads, int64_t w
 }
 
 // All heads [head][dim] of one query; out is [head][value_dim]. Leaves statistics in scratch.stats and adds the
-// probabilities of all heads to `mass` if there is one. Not inlined: decoding and training must run the same code.
+// probabilities of all heads to `mass` if there is one. Not inlined: decoding and training must do the same arithmetic.
 LONGARC_ONE_COPY inline void attend_rows(const float* q, float scale, int64_t num_heads, const RowKeys& keys,
                                          float* out, RowScratch& s, float* mass, const RowsAhead& ahead) {
     const int64_t stride = round_up(keys.dim, LANES);
@@ -210,7 +215,7 @@ LONGARC_ONE_COPY inline void attend_rows(const float* q, float scale, int64_t nu
 // Gradient rows are padded to whole vectors, so that they are added to without care for their end.
 // to[key][d ..] += sum over heads of factors[key][head] * from[head][d ..], for VECS vectors from d on.
 template <int VECS>
-inline void add_outer(const float* from, int64_t stride, const float* factors, int64_t num_keys, int64_t d,
+inline void add_head_gradients(const float* from, int64_t stride, const float* factors, int64_t num_keys, int64_t d,
                       float* const* to) {
     Vec head[GROUP][VECS];
 #pragma GCC unroll 4
@@ -236,8 +241,8 @@ inline void add_outer(const float* from, int64_t stride, const float* factors, i
 inline void add_row_gradients(const float* from, int64_t width, const float* factors, int64_t num_keys,
                               float* const* to) {
     int64_t d = 0;
-    for (; d + 2 * LANES <= width; d += 2 * LANES) add_outer<2>(from, width, factors, num_keys, d, to);
-    if (d < width) add_outer<1>(from, width, factors, num_keys, d, to);
+    for (; d + 2 * LANES <= width; d += 2 * LANES) add_head_gradients<2>(from, width, factors, num_keys, d, to);
+    if (d < width) add_head_gradients<1>(from, width, factors, num_keys, d, to);
 }
 
 // Scores become probabilities, and the gradients of the probabilities those of the scores.
