@@ -38,6 +38,7 @@ from longarc.models.hf_weights import load_weights
 from longarc.models.kernels.steps import Drawn, Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
+from longarc.models.threads import set_compute_threads
 from longarc.records.sampling import (
     EngineHealth,
     FinishReason,
@@ -99,7 +100,7 @@ class EmbeddedEngine:
         self._counters = _Counters()
 
     def _set_threads(self) -> None:
-        torch.set_num_threads(self._config.num_threads)
+        set_compute_threads(self._config.num_threads)
 
     async def __aenter__(self) -> Self:
         self._driver = asyncio.create_task(self._drive(), name="engine")

@@ -6,14 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import PolicyLoss
 from longarc.config.load_object import load_object
 from longarc.config.stages import LossConfig
 from longarc.config.training import OptimizerConfig
 from longarc.models.decoder_base import Decoder
+from longarc.models.threads import set_compute_threads
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
@@ -51,7 +50,7 @@ def build_policy_trainer(
         gradients: processes that compute gradients with this one, on one thread each; None computes them
             here, on all threads of the spec.
     """
-    torch.set_num_threads(spec.num_threads if gradients is None else 1)
+    set_compute_threads(spec.num_threads if gradients is None else 1)
     loaded = load_checkpoint(Path(spec.input_checkpoint))
     loss: PolicyLoss = load_object(spec.loss.path, kind=PolicyLoss)
     trainer = PolicyTrainer(

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from longarc.config.stages import SupervisedConfig
 from longarc.models.decoder_base import Decoder
+from longarc.models.threads import set_compute_threads
 from longarc.pipeline.workspace import Attention, Workspace
 from longarc.records.metric import Metric
 from longarc.trainer.packing import Document
@@ -47,7 +46,7 @@ async def train_supervised(
         first_step: steps of earlier phases of this stage [optimizer steps].
         is_last_phase: whether the stage is finished afterwards.
     """
-    torch.set_num_threads(1)  # each core has a process
+    set_compute_threads(1)  # each core has a process
     trainer = SupervisedTrainer(
         model,
         settings,

@@ -12,9 +12,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 
-import torch
-
 from longarc.errors import LongArcError, ResourceError
+from longarc.models.threads import set_compute_threads
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +39,7 @@ def enter_child(parent_pid: int, *, num_threads: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the request was in place
         os._exit(1)
-    torch.set_num_threads(num_threads)
+    set_compute_threads(num_threads)
 
 
 def with_origin(error: LongArcError, where: str) -> LongArcError:

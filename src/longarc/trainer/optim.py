@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from longarc.config.model import ModelConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
+from longarc.models.threads import set_compute_threads
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -116,9 +117,7 @@ class MuonAdamW:
             self._run = ThreadPoolExecutor(
                 num_threads,
                 thread_name_prefix="muon",
-                # Each computes alone. New threads of this process start with 1 from now on, so who wants
-                # more must say so, as engines and trainers do.
-                initializer=torch.set_num_threads,
+                initializer=set_compute_threads,  # each computes alone
                 initargs=(1,),
             ).map
 

@@ -26,6 +26,7 @@ from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
+from longarc.models.threads import set_compute_threads
 from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import WeightSource
 from longarc.trainer.checkpoint import load_training_state, save_training_state
@@ -111,11 +112,11 @@ class PolicyTrainer:
         self._publisher = WeightPublisher(publish_directory)
         self._clock = clock
         # One thread and not a lock: a caller that is cancelled leaves the step running, and whoever
-        # saves next must still wait for it. torch counts threads per thread, so it is told ours.
+        # saves next must still wait for it. It computes with as many threads as this one.
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="trainer",
-            initializer=torch.set_num_threads,
+            initializer=set_compute_threads,
             initargs=(torch.get_num_threads(),),
         )
         self._objective = PolicyObjective(

@@ -26,6 +26,7 @@ from longarc.errors import CheckpointError, ConfigError, ContractError, Resource
 from longarc.models.hf_weights import load_weights
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
+from longarc.models.threads import set_compute_threads
 from longarc.records.metric import combine
 from longarc.records.outcome import Outcome
 from longarc.trainer.optim import MuonAdamW
@@ -309,7 +310,8 @@ def test_training_on_one_reward_makes_the_rewarded_answer_likelier(tmp_path):
     assert logprobs[0] < logprobs[1] < logprobs[2]
 
 
-def test_a_trainer_keeps_its_threads_whatever_an_engine_sets_for_itself(tmp_path):
+@pytest.mark.parametrize("publishes_first", [False, True])
+def test_a_trainer_keeps_its_threads_whatever_an_engine_sets_for_itself(tmp_path, publishes_first):
     seen = []
 
     def watching_loss(inputs):
@@ -317,7 +319,9 @@ def test_a_trainer_keeps_its_threads_whatever_an_engine_sets_for_itself(tmp_path
         return losses.ppo_clip(inputs)
 
     trainer = make_trainer(tmp_path, loss=watching_loss)  # this thread has 1
-    engine = threading.Thread(target=torch.set_num_threads, args=(2,))
+    if publishes_first:  # its thread is there before the engine's
+        asyncio.run(trainer.publish())
+    engine = threading.Thread(target=set_compute_threads, args=(2,))
     engine.start()
     engine.join()
     asyncio.run(trainer.step(random_batch()))
