@@ -10,7 +10,7 @@
 
 transformers runs in processes of its own, with one thread and with as many as LongArc has; the faster counts.
 Every figure is the best of some repeats, taken in turns. Usage:
-python benchmarks/engine.py [--threads 1] [--repeats 3] [--quick]
+python benchmarks/engine.py [--threads 2] [--repeats 3] [--quick]
 """
 
 import argparse
@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=1, help="compute threads of each side")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
     parser.add_argument(
         "--repeats", type=int, default=3, help="turns of each side; the best counts"
     )

@@ -11,7 +11,7 @@ fastest micro-batch.
 
 TRL lives in .venv-peers (`make peers`) and in a process of its own; without it the bars do not hold.
 
-Usage: python benchmarks/grpo.py [--threads 1] [--repeats 7] [--quick]
+Usage: python benchmarks/grpo.py [--threads 2] [--repeats 7] [--quick]
 """
 
 import argparse
@@ -296,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=1, help="compute threads of each side")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
     parser.add_argument("--repeats", type=int, default=7, help="measured steps of each side")
     parser.add_argument(
         "--prompt-lengths", type=int, nargs="+", default=PROMPT_LENGTHS, help="workloads [tokens]"

@@ -41,12 +41,12 @@ def start(recipe: Path, run_dir: Path) -> "subprocess.Popen[bytes]":
         str(recipe),
         "--run-dir",
         str(run_dir),
+        # The recipe runs on one core; with two, most stages have a second process to lose.
+        "--set",
+        f"threads={NUM_PROCESSES}",
     ]
     if (run_dir / "recipe.json").exists():
         command.append("--resume")
-    else:
-        # The recipe runs on one core; with two, supervised stages have a second process to lose.
-        command += ["--set", f"threads={NUM_PROCESSES}"]
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
