@@ -119,7 +119,7 @@ def make_recipe(start: Start, arm: Arm, options: argparse.Namespace, *, seed: in
         group_size=options.group_size,
         max_lag_steps=options.max_lag if arm.is_async else 0,
         consume="ready" if arm.is_async else "admission",
-        max_concurrent_rollouts=64,
+        max_concurrent_rollouts=128,
         dynamic_sampling=False,
     )
     share = {FAMILY: TaskShare()}
