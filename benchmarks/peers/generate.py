@@ -5,17 +5,16 @@ A line on stdin names a workload of the job; the answer is a line of JSON on std
 Usage: generate.py JOB.json
 """
 
-import json
 import os
 import sys
 import time
 import warnings
-from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
 import transformers
+from protocol import answer, open_job
 
 
 def tokens_per_s(model: torch.nn.Module, prompts: list[list[int]], num_new: int) -> float:
@@ -38,11 +37,9 @@ def tokens_per_s(model: torch.nn.Module, prompts: list[list[int]], num_new: int)
 
 def main() -> None:
     """Load the job's model and serve its workloads."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the libraries print does not belong among the replies
+    job, answers = open_job()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["num_threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=torch.float32, attn_implementation="sdpa"
@@ -55,10 +52,10 @@ def main() -> None:
         "logits": logits,
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
     }
-    print(json.dumps(ready), file=replies, flush=True)
+    answer(answers, ready)
     for line in sys.stdin:
         speed = tokens_per_s(model, job["workloads"][line.strip()], job["num_new"])
-        print(json.dumps({"tokens_per_s": speed}), file=replies, flush=True)
+        answer(answers, {"tokens_per_s": speed})
 
 
 if __name__ == "__main__":

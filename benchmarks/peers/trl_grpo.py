@@ -6,13 +6,12 @@ line of JSON on stdout. Nothing here imports LongArc.
 Usage: trl_grpo.py JOB.json
 """
 
-import json
 import os
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1")
 
@@ -21,6 +20,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from protocol import answer, open_job
 
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
 
@@ -40,8 +40,8 @@ def word_tokenizer(vocab_size: int) -> Any:
 class StepOnDemand(transformers.TrainerCallback):
     """Waits for a line before each step and answers after it."""
 
-    def __init__(self, replies: Any, model: torch.nn.Module, samples: list[list[int]]) -> None:
-        self._replies, self._samples = replies, samples
+    def __init__(self, answers: IO[str], model: torch.nn.Module, samples: list[list[int]]) -> None:
+        self._answers, self._samples = answers, samples
         self._probe = next(p for p in model.parameters() if p.dim() == 2)
         self._before = self._probe.detach().clone()
         self._started_s = self._cpu_started_s = 0.0
@@ -63,16 +63,14 @@ class StepOnDemand(transformers.TrainerCallback):
             "lengths": sorted({len(ids) for ids in self._samples}),
             "has_learned": not torch.equal(self._before, self._probe.detach()),
         }
-        print(json.dumps(reply), file=self._replies, flush=True)
+        answer(self._answers, reply)
 
 
 def main() -> None:
     """Build the trainer of the job and serve its steps."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the libraries print does not belong among the replies
+    job, answers = open_job()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["num_threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=torch.float32, attn_implementation="sdpa"
@@ -91,7 +89,7 @@ def main() -> None:
         reward_funcs=even_ids,
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        callbacks=[StepOnDemand(replies, model, samples)],
+        callbacks=[StepOnDemand(answers, model, samples)],
         args=trl.GRPOConfig(
             output_dir=str(Path(job["scratch"]) / "trl"),
             use_cpu=True,
@@ -115,9 +113,7 @@ def main() -> None:
         ),
     )
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    print(
-        json.dumps({"versions": versions | {"torch": torch.__version__}}), file=replies, flush=True
-    )
+    answer(answers, {"versions": versions | {"torch": torch.__version__}})
     trainer.train()
 
 

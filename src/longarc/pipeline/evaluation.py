@@ -71,7 +71,7 @@ async def evaluate(
         directory / RESULTS_FILE, list(workspace.recipe.stages), stages, families, num_tasks
     )
     missing = matrix.missing_stages()
-    # Checkpoints share the cores: half of an evaluation is prefill, which two threads hardly make faster.
+    # Checkpoints share the cores: engines of one thread each do more together than one of several.
     num_at_once = max(1, min(workspace.recipe.threads, len(missing)))
     evaluation = _Evaluation(
         workspace=workspace,

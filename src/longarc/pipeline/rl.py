@@ -11,6 +11,7 @@ and must arrive at the recorded weights bit for bit before anything new is sampl
 """
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -135,14 +136,17 @@ async def serving(
         loaded: the checkpoint.
         rollout: how it is sampled.
         policy_version: version [optimizer steps] of the weights the engine starts with.
-        num_threads: compute threads of the engine.
+        num_threads: compute threads of the engine; never more than there are cores, which changes no number.
         logs_turns: whether each turn is recorded before it is answered, so that a client can go on after a
             crash. A rollout of ours cannot (its agent loop dies with the process and is run again), so
             only served sessions log theirs.
     """
     engine = EmbeddedEngine(
         workspace.load(loaded.path).model,
-        workspace.recipe.engine.model_copy(update={"num_threads": num_threads}),
+        workspace.recipe.engine.model_copy(
+            # A run may be served or evaluated on a smaller machine than it was made on.
+            update={"num_threads": min(num_threads, len(os.sched_getaffinity(0)))}
+        ),
         max_context_tokens=rollout.max_context_tokens,
         policy_version=policy_version,
         attention=loaded.attention,
