@@ -8,6 +8,10 @@ optimizer steps over the same number of groups with the same loss:
 * synchronous: on-policy, engine and trainer take turns; with one thread and with two, and the better
   of the two is the peer.
 
+All of it once with the tools of the box, which answer in milliseconds, and once with a wait before each
+command, as of a remote or heavy tool: log-normal, its median from ``--command-wait`` (heavy_tail.py).
+Waits cost no core; whoever has nothing else to do while one lasts loses that time.
+
 Trained tokens/s are all trained tokens over the time from the first rollout to the last step. Success is
 measured on held-out tasks of the same mixture with the final weights; its spread is the larger of both
 ranges over the seeds, and asynchronous may be below synchronous by at most that.
@@ -52,6 +56,9 @@ from longarc.runs.directory import RunDirectory
 from longarc.runs.metrics import read_metrics
 
 BAR = 1.3
+SLOW_COMMAND_S = 0.05
+"""Median wait of a slow tool [seconds]; with the tail of heavy_tail.py the mean is 0.15, one in a hundred
+above 1.6. Rollouts here take a few seconds, a thousandth of real ones, and so do their tools."""
 FAMILY = "files"
 RL, EVAL = "agentic_rl", "eval"
 ROLLOUT = RolloutConfig(max_new_tokens=64, max_context_tokens=1024)
@@ -111,7 +118,9 @@ def export(run_dir: Path, stage: str, directory: Path) -> Start:
     )
 
 
-def make_recipe(start: Start, arm: Arm, options: argparse.Namespace, *, seed: int) -> Recipe:
+def make_recipe(
+    start: Start, arm: Arm, options: argparse.Namespace, *, wait_s: float, seed: int
+) -> Recipe:
     """Write down one arm: RL from the checkpoint, then an evaluation of what came out."""
     loop = RolloutLoopConfig(
         num_steps=options.steps,
@@ -141,7 +150,7 @@ def make_recipe(start: Start, arm: Arm, options: argparse.Namespace, *, seed: in
         ),
     }
     return Recipe(
-        name=f"{arm.name}-{seed}",
+        name=f"{arm.name}-{wait_s:g}-{seed}",
         seed=seed,
         initial=InitialCheckpoint(path=str(start.model), is_sparse=start.is_sparse),
         tokenizer=TokenizerConfig.model_validate(
@@ -151,7 +160,11 @@ def make_recipe(start: Start, arm: Arm, options: argparse.Namespace, *, seed: in
         trainer_threads=arm.num_threads,
         threads=arm.num_threads,
         sinks=(),
-        tasks={FAMILY: TaskFamilyConfig(path="heavy_tail:HeavyTailedFiles")},
+        tasks={
+            FAMILY: TaskFamilyConfig(
+                path="heavy_tail:HeavyTailedFiles", settings={"command_wait_s": wait_s}
+            )
+        },
         stages=stages,
     )
 
@@ -175,20 +188,22 @@ def run_arm(recipe: dict[str, Any], run_dir: Path) -> Result:
 
 
 def run_all(
-    start: Start, options: argparse.Namespace, scratch: Path
+    start: Start, options: argparse.Namespace, scratch: Path, *, wait_s: float
 ) -> dict[str, dict[int, Result]]:
     """Run every arm with every seed, the arms in turns."""
     results: dict[str, dict[int, Result]] = {arm.name: {} for arm in (*SYNC, ASYNC)}
     context = multiprocessing.get_context("spawn")
     for seed in options.seeds:
         for arm in (*SYNC, ASYNC):
-            recipe = make_recipe(start, arm, options, seed=seed).model_dump(mode="json")
+            recipe = make_recipe(start, arm, options, wait_s=wait_s, seed=seed).model_dump(
+                mode="json"
+            )
             # A new process each: no arm inherits another's threads, memory or native state.
             with ProcessPoolExecutor(1, mp_context=context) as pool:
                 result = pool.submit(run_arm, recipe, scratch / recipe["name"]).result()
             results[arm.name][seed] = result
             print(
-                f"{arm.name:<8} seed {seed}: {result.tokens_per_s:.0f} trained tokens/s, "
+                f"{arm.name:<8} {tools(wait_s)}, seed {seed}: {result.tokens_per_s:.0f} trained tokens/s, "
                 f"{result.num_tokens} tokens, mean lag {result.mean_lag_steps:.1f}, "
                 f"success {result.success_frac:.1%}",
                 flush=True,
@@ -196,8 +211,13 @@ def run_all(
     return results
 
 
-def report(results: dict[str, dict[int, Result]]) -> None:
-    """Print the table and how many bars hold."""
+def tools(wait_s: float) -> str:
+    """Say what the tools of a mixture are like."""
+    return f"slow tools ({1000 * wait_s:g} ms)" if wait_s else "local tools"
+
+
+def add_rows(table: Table, results: dict[str, dict[int, Result]], *, wait_s: float) -> None:
+    """Add what one mixture gave."""
     speeds = {
         name: statistics.median(result.tokens_per_s for result in by_seed.values())
         for name, by_seed in results.items()
@@ -209,9 +229,8 @@ def report(results: dict[str, dict[int, Result]]) -> None:
     mean_ours, mean_peer = statistics.mean(ours), statistics.mean(peer)
     spread = max(max(values) - min(values) for values in (ours, peer))
     has_spread = len(ours) > 1
-    table = Table()
     table.row(
-        f"agentic RL, heavy-tailed files [trained tokens/s], peer {best}",
+        f"agentic RL, heavy-tailed files, {tools(wait_s)} [trained tokens/s], peer {best}",
         f"{speeds[ASYNC.name]:.0f}",
         peer=f"{speeds[best]:.0f}",
         ratio=speeds[ASYNC.name] / speeds[best],
@@ -219,7 +238,7 @@ def report(results: dict[str, dict[int, Result]]) -> None:
         holds=speeds[ASYNC.name] >= BAR * speeds[best],
     )
     table.row(
-        f"final success on held-out tasks, mean of {len(ours)} seed(s), peer {best}",
+        f"{tools(wait_s)}: final success on held-out tasks, mean of {len(ours)} seed(s), peer {best}",
         f"{mean_ours:.1%}",
         peer=f"{mean_peer:.1%}",
         bar=f"> 0, >= peer - {spread:.1%}" if has_spread else "needs 2 seeds",
@@ -227,19 +246,19 @@ def report(results: dict[str, dict[int, Result]]) -> None:
     )
     for arm in SYNC:
         table.row(
-            f"{arm.name} [trained tokens/s]",
+            f"{tools(wait_s)}: {arm.name} [trained tokens/s]",
             f"{speeds[ASYNC.name]:.0f}",
             peer=f"{speeds[arm.name]:.0f}",
             ratio=speeds[ASYNC.name] / speeds[arm.name],
         )
-    table.close()
 
 
-def report_nothing() -> None:
+def report_nothing(waits: list[float]) -> None:
     """Print the table of a machine without a run to start from: no bar holds."""
     table = Table()
-    for figure in ("agentic RL, heavy-tailed files [trained tokens/s]", "final success"):
-        table.row(figure, "not measured", bar="see above", holds=False)
+    for wait_s in waits:
+        for figure in ("agentic RL, heavy-tailed files [trained tokens/s]", "final success"):
+            table.row(f"{tools(wait_s)}: {figure}", "not measured", bar="see above", holds=False)
     table.close()
 
 
@@ -251,11 +270,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="a finished run")
     parser.add_argument("--stage", default="sft", help="whose final checkpoint all arms start from")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each arm")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each arm")
     parser.add_argument("--groups", type=int, default=8, help="groups in one step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts in one group")
     parser.add_argument("--max-lag", type=int, default=3, help="of the asynchronous arm [steps]")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument(
+        "--command-wait",
+        type=float,
+        nargs="+",
+        default=[0.0, SLOW_COMMAND_S],
+        help="median wait before a command, one mixture each [seconds]",
+    )
     parser.add_argument("--eval-tasks", type=int, default=256, help="held-out tasks for success")
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run at all?")
     options = parser.parse_args(arguments)
@@ -278,14 +304,20 @@ def main() -> None:
             print(
                 f"{error}\nThis benchmark starts from a finished run: `make quickstart` makes one."
             )
-            report_nothing()
+            report_nothing(options.command_wait)
             return
-        results = run_all(start, options, scratch)
+        results = {
+            wait_s: run_all(start, options, scratch, wait_s=wait_s)
+            for wait_s in options.command_wait
+        }
     print(
         f"{options.steps} steps of {options.groups} x {options.group_size} rollouts, lag <= "
         f"{options.max_lag}, medians over seeds {options.seeds}, load average {os.getloadavg()[0]:.1f}"
     )
-    report(results)
+    table = Table()
+    for wait_s, by_arm in results.items():
+        add_rows(table, by_arm, wait_s=wait_s)
+    table.close()
 
 
 if __name__ == "__main__":

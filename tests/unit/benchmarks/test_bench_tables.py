@@ -27,7 +27,9 @@ def last_counts(output: str) -> tuple[int, int]:
 def asynchronous_report(capsys, *, speed: float, successes: dict[str, list[float]]):
     bench = import_module("asynchronous")
     speeds = {"sync-1": 1000.0, "sync-2": 800.0, "async": speed}
-    bench.report(
+    table = import_module("common").Table()
+    bench.add_rows(
+        table,
         {
             name: {
                 seed: bench.Result(
@@ -39,8 +41,10 @@ def asynchronous_report(capsys, *, speed: float, successes: dict[str, list[float
                 for seed in range(len(successes[name]))
             }
             for name, value in speeds.items()
-        }
+        },
+        wait_s=0.0,
     )
+    table.close()
     return capsys.readouterr().out
 
 
@@ -110,7 +114,7 @@ def test_without_a_finished_run_no_bar_of_the_asynchronous_benchmark_holds(
     import_module("asynchronous").main()
     output = capsys.readouterr().out
     assert "make quickstart" in output
-    assert last_counts(output) == (0, 2)
+    assert last_counts(output) == (0, 4)
 
 
 def test_every_arm_takes_the_same_steps_over_the_same_groups():
@@ -120,7 +124,7 @@ def test_every_arm_takes_the_same_steps_over_the_same_groups():
     )
     options = bench.parse(["--steps", "3", "--groups", "2"])
     arms = (*bench.SYNC, bench.ASYNC)
-    recipes = [bench.make_recipe(start, arm, options, seed=1) for arm in arms]
+    recipes = [bench.make_recipe(start, arm, options, wait_s=0.05, seed=1) for arm in arms]
     stages = [recipe.stages["agentic_rl"] for recipe in recipes]
     assert {stage.loop.num_steps * stage.loop.groups_per_step for stage in stages} == {6}
     assert [stage.loop.max_lag_steps for stage in stages] == [0, 0, 3]
