@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from longarc.errors import ConfigError
+from longarc.models.elders.chatglm_config import glm_config, read_chatglm_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +70,13 @@ def anatomy_of(raw: Mapping[str, Any]) -> Anatomy:
     Raises:
         ConfigError: the family is not known here, or a field is missing or wrong.
     """
+    if raw.get("model_type") == "chatglm":
+        raw = glm_config(read_chatglm_config(raw))
     family = _FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         raise ConfigError(
             f"model_type {raw.get('model_type')!r} in config.json cannot be counted; known: "
-            f"{', '.join(sorted(_FAMILIES))}"
+            f"{', '.join(sorted([*_FAMILIES, 'chatglm']))}"
         )
     shape, anatomy = family
     try:

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,15 @@ def test_a_directory_with_a_config_is_a_source_too(capsys, tmp_path):
     config = json.loads((CONFIGS / "glm_5.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert printed(capsys, tmp_path).rstrip().endswith("LongArc builds it: yes, without MTP")
+
+
+def test_counting_a_config_does_not_load_torch():
+    source = str(CONFIGS / "glm_5_2.json")
+    code = (
+        "import sys; from longarc.cli.main import main; "
+        f"main(['models', 'info', {source!r}]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_models_of_transformers_have_as_many_parameters(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' .* known: glm, glm4, glm4_moe, .*llama"),
+        ({"model_type": "gpt2"}, "'gpt2' .* known: chatglm, glm, glm4, glm4_moe, .*llama"),
         ({"model_type": None}, "None .* known"),
         ({"q_lora_rank": None}, r"glm_moe_dsa: q_lora_rank: Field required"),
         ({"hidden_size": 0}, "hidden_size: .*greater than 0"),
