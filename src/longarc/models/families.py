@@ -5,12 +5,22 @@ More families than LongArc builds: the arithmetic of a published config needs no
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import ValidationError
 
 from longarc.errors import ConfigError
 from longarc.models.elders.chatglm_config import glm_config, read_chatglm_config
+from longarc.models.hf_shapes import (
+    ExpertShape,
+    GlmShape,
+    GroupedShape,
+    IndexedShape,
+    LatentShape,
+    LlamaShape,
+    MoeGroupedShape,
+    Shape,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,108 +101,6 @@ def anatomy_of(raw: Mapping[str, Any]) -> Anatomy:
         ) from error
 
 
-class _Shape(BaseModel):
-    """Fields that all families have; a config.json holds many more that nothing here depends on."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    intermediate_size: PositiveInt
-    max_position_embeddings: PositiveInt
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-
-
-class _GroupedShape(_Shape):
-    """Grouped-query attention."""
-
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    use_qk_norm: bool = False
-    mlp_bias: bool = False
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "_GroupedShape":
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                f"{self.num_attention_heads}; the config needs head_dim"
-            )
-        return self
-
-    @property
-    def key_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def width(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-
-class _ExpertShape(_Shape):
-    """A mixture of experts behind leading dense layers."""
-
-    moe_intermediate_size: PositiveInt
-    n_routed_experts: PositiveInt
-    num_experts_per_tok: PositiveInt
-    n_shared_experts: int = Field(1, ge=0)
-    first_k_dense_replace: int = Field(ge=0)
-    moe_layer_freq: Literal[1] = 1
-    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
-    num_nextn_predict_layers: int = Field(0, ge=0)
-
-    @property
-    def num_dense_layers(self) -> int:
-        if self.mlp_layer_types is not None:
-            return self.mlp_layer_types.count("dense")
-        return min(self.first_k_dense_replace, self.num_hidden_layers)
-
-
-class _LatentShape(_ExpertShape):
-    """Multi-head latent attention."""
-
-    q_lora_rank: PositiveInt
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-
-
-class _IndexedShape(_LatentShape):
-    """Latent attention over the keys that an indexer selects."""
-
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
-    index_topk: PositiveInt
-    index_topk_freq: PositiveInt = 1
-    index_skip_topk_offset: int = 2
-    index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
-    indexer_types: tuple[Literal["full", "shared"], ...] | None = None
-
-    @property
-    def num_indexers(self) -> int:
-        """Layers with an indexer of their own; the others reuse the selection of the last such layer.
-
-        Source: IndexCache, arXiv:2603.12201; the fields are those of GLM-5.2's config.json.
-        """
-        if self.indexer_types is not None:
-            return self.indexer_types.count("full")
-        if self.index_topk_pattern is not None:
-            return self.index_topk_pattern.count("F")
-        behind_offset = (
-            max(layer - self.index_skip_topk_offset + 1, 0)
-            for layer in range(self.num_hidden_layers)
-        )
-        return sum(position % self.index_topk_freq == 0 for position in behind_offset)
-
-
-class _MoeGroupedShape(_GroupedShape, _ExpertShape):
-    """Grouped-query attention and a mixture of experts."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
     """One layer's attention."""
@@ -215,22 +123,18 @@ class _Indexer:
     num_selected: int
 
 
-def _grouped_attention(shape: _GroupedShape, *, output_bias: bool = False) -> _Attention:
-    queries, keys = (
-        shape.num_attention_heads * shape.width,
-        shape.key_heads * shape.width,
-    )
+def _grouped_attention(shape: GroupedShape, *, output_bias: bool = False) -> _Attention:
+    queries = shape.num_attention_heads * shape.head_width
+    keys = shape.key_heads * shape.head_width
     biases = shape.attention_bias * (queries + 2 * keys + output_bias * shape.hidden_size)
     return _Attention(
-        size=2 * shape.hidden_size * (queries + keys)
-        + biases
-        + shape.use_qk_norm * 2 * shape.width,
+        size=2 * shape.hidden_size * (queries + keys) + biases,
         cache={"keys and values": 2 * keys},
         flops_per_key=4 * queries,
     )
 
 
-def _latent_attention(shape: _LatentShape, indexer: _Indexer | None = None) -> _Attention:
+def _latent_attention(shape: LatentShape, indexer: _Indexer | None = None) -> _Attention:
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     latent_row = shape.kv_lora_rank + shape.qk_rope_head_dim
     biases = shape.attention_bias * (shape.q_lora_rank + latent_row + hidden)
@@ -252,7 +156,7 @@ def _latent_attention(shape: _LatentShape, indexer: _Indexer | None = None) -> _
     )
 
 
-def _indexer(shape: _IndexedShape) -> _Indexer:
+def _indexer(shape: IndexedShape) -> _Indexer:
     queries = shape.index_n_heads * shape.index_head_dim
     projections = shape.q_lora_rank * queries + shape.hidden_size * (
         shape.index_head_dim + shape.index_n_heads
@@ -266,7 +170,7 @@ def _indexer(shape: _IndexedShape) -> _Indexer:
     )
 
 
-def _frame(shape: _Shape, attention: _Attention, *, mtp: int) -> list[Part]:
+def _frame(shape: Shape, attention: _Attention, *, mtp: int) -> list[Part]:
     """Return what every decoder has around its feed-forwards."""
     table, layers = shape.vocab_size * shape.hidden_size, shape.num_hidden_layers
     tied = shape.tie_word_embeddings
@@ -295,7 +199,7 @@ def _everywhere(name: str, size: int, copies: int, mtp_copies: int = 0) -> Part:
 
 def _anatomy(
     family: str,
-    shape: _Shape,
+    shape: Shape,
     attention: _Attention,
     feed_forwards: list[Part],
     *,
@@ -331,17 +235,17 @@ def _anatomy(
     )
 
 
-def _dense_parts(shape: _Shape, *, num_layers: int, mlp_bias: bool = False) -> list[Part]:
-    size = 3 * shape.hidden_size * shape.intermediate_size
-    biases = mlp_bias * (2 * shape.intermediate_size + shape.hidden_size)
-    return [_everywhere("dense feed-forward", size + biases, num_layers)] if num_layers else []
+def _dense_parts(shape: Shape, *, biases: int = 0) -> list[Part]:
+    size = 3 * shape.hidden_size * shape.intermediate_size + biases
+    return [_everywhere("dense feed-forward", size, shape.num_hidden_layers)]
 
 
-def _expert_parts(shape: _ExpertShape) -> list[Part]:
+def _expert_parts(shape: ExpertShape) -> list[Part]:
     mtp = shape.num_nextn_predict_layers
     sparse = shape.num_hidden_layers - shape.num_dense_layers
     expert = 3 * shape.hidden_size * shape.moe_intermediate_size
-    parts = _dense_parts(shape, num_layers=shape.num_dense_layers)
+    dense = 3 * shape.hidden_size * shape.intermediate_size
+    parts = [_everywhere("dense feed-forward", dense, shape.num_dense_layers)]
     parts.append(
         Part(
             name="routed expert",
@@ -359,7 +263,7 @@ def _expert_parts(shape: _ExpertShape) -> list[Part]:
     return parts
 
 
-def _mixture(family: str, shape: _ExpertShape, attention: _Attention) -> Anatomy:
+def _mixture(family: str, shape: ExpertShape, attention: _Attention) -> Anatomy:
     mtp = shape.num_nextn_predict_layers
     num_routers = shape.num_hidden_layers - shape.num_dense_layers + mtp
     return _anatomy(
@@ -372,7 +276,7 @@ def _mixture(family: str, shape: _ExpertShape, attention: _Attention) -> Anatomy
     )
 
 
-def _glm_moe_dsa(shape: _IndexedShape) -> Anatomy:
+def _glm_moe_dsa(shape: IndexedShape) -> Anatomy:
     indexer = _indexer(shape)
     is_shared = indexer.copies < shape.num_hidden_layers
     indexers = "indexers shared between layers" if is_shared else "an indexer in every layer"
@@ -383,42 +287,41 @@ def _glm_moe_dsa(shape: _IndexedShape) -> Anatomy:
     )
 
 
-def _glm4_moe_lite(shape: _LatentShape) -> Anatomy:
+def _glm4_moe_lite(shape: LatentShape) -> Anatomy:
     family = "GLM-4.7-Flash: latent attention, mixture of experts"
     return _mixture(family, shape, _latent_attention(shape))
 
 
-def _glm4_moe(shape: _MoeGroupedShape) -> Anatomy:
+def _glm4_moe(shape: MoeGroupedShape) -> Anatomy:
     family = "GLM-4.5 to 4.7: grouped-query attention, mixture of experts"
-    return _mixture(family, shape, _grouped_attention(shape))
+    attention = _grouped_attention(shape)
+    head_norms = shape.use_qk_norm * 2 * shape.head_width
+    return _mixture(family, shape, replace(attention, size=attention.size + head_norms))
 
 
-def _dense(family: str, shape: _GroupedShape, attention: _Attention) -> Anatomy:
-    parts = _dense_parts(shape, num_layers=shape.num_hidden_layers, mlp_bias=shape.mlp_bias)
-    return _anatomy(family, shape, attention, parts)
-
-
-def _glm(shape: _GroupedShape) -> Anatomy:
+def _glm(shape: GlmShape) -> Anatomy:
     family = "GLM-4-9B, ChatGLM2 and 3: grouped-query attention, dense"
-    return _dense(family, shape, _grouped_attention(shape))
+    return _anatomy(family, shape, _grouped_attention(shape), _dense_parts(shape))
 
 
-def _glm4(shape: _GroupedShape) -> Anatomy:
+def _glm4(shape: GlmShape) -> Anatomy:
     family = "GLM-4-0414 and Z1: grouped-query attention, dense, norms around each part"
     attention = replace(_grouped_attention(shape), num_layer_norms=4)
-    return _dense(family, shape, attention)
+    return _anatomy(family, shape, attention, _dense_parts(shape))
 
 
-def _llama(shape: _GroupedShape) -> Anatomy:
+def _llama(shape: LlamaShape) -> Anatomy:
     family = "Llama: grouped-query attention, dense"
-    return _dense(family, shape, _grouped_attention(shape, output_bias=True))
+    attention = _grouped_attention(shape, output_bias=True)
+    biases = shape.mlp_bias * (2 * shape.intermediate_size + shape.hidden_size)
+    return _anatomy(family, shape, attention, _dense_parts(shape, biases=biases))
 
 
-_FAMILIES: Mapping[str, tuple[type[BaseModel], Callable[[Any], Anatomy]]] = {
-    "glm_moe_dsa": (_IndexedShape, _glm_moe_dsa),
-    "glm4_moe_lite": (_LatentShape, _glm4_moe_lite),
-    "glm4_moe": (_MoeGroupedShape, _glm4_moe),
-    "glm": (_GroupedShape, _glm),
-    "glm4": (_GroupedShape, _glm4),
-    "llama": (_GroupedShape, _llama),
+_FAMILIES: Mapping[str, tuple[type[Shape], Callable[[Any], Anatomy]]] = {
+    "glm_moe_dsa": (IndexedShape, _glm_moe_dsa),
+    "glm4_moe_lite": (LatentShape, _glm4_moe_lite),
+    "glm4_moe": (MoeGroupedShape, _glm4_moe),
+    "glm": (GlmShape, _glm),
+    "glm4": (GlmShape, _glm4),
+    "llama": (LlamaShape, _llama),
 }
