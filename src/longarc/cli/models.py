@@ -1,17 +1,16 @@
 """Look at models, and turn checkpoints into Hugging Face directories and back.
 
-info     count the parameters of a recipe (.toml), a Hugging Face directory, a checkpoint or a run
+info     count the parameters of a recipe (.toml), a config.json or its directory, a checkpoint or a run
 convert  write a run's stage as a Hugging Face directory that transformers loads
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from longarc.cli._exit import ExitCode
-
-if TYPE_CHECKING:
-    from longarc.config.model import ModelConfig
+from longarc.cli._numbers import positive_int
 
 SUMMARY = "count, inspect and convert models"
 
@@ -21,7 +20,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     info = actions.add_parser("info", help="name the family, count parameters, memory and FLOPs")
     info.add_argument(
-        "source", type=Path, help="a recipe, Hugging Face directory, checkpoint or run"
+        "source", type=Path, help="a recipe, config.json or its directory, checkpoint or run"
+    )
+    info.add_argument(
+        "--context",
+        type=positive_int,
+        metavar="TOKENS",
+        help="length that cache and FLOPs are printed for; default: the model's longest context",
     )
     convert = actions.add_parser("convert", help="write a Hugging Face directory")
     convert.add_argument("run_dir", type=Path, metavar="RUN")
@@ -32,48 +37,76 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked."""
     if arguments.action == "info":
-        return _info(arguments.source)
+        return _info(arguments.source, context_length=arguments.context)
     return _convert(arguments.run_dir, arguments.target, stage=arguments.stage)
 
 
-def _info(source: Path) -> int:
+def _info(source: Path, *, context_length: int | None) -> int:
+    from longarc.cli._census import describe
     from longarc.models.census import take_census
 
-    config = _config_of(source)
-    census = take_census(config)
-    print(f"family                 {config.family}")
-    print(f"parameters             {census.num_parameters:,}")
-    print(f"active per token       {census.num_active_parameters:,}")
-    print(f"weights in fp32        {census.num_parameters * 4 / 2**20:,.1f} MiB")
-    print(f"cache per token, fp32  {census.num_cache_values_per_token * 4:,} bytes")
-    print(
-        f"forward per token      {census.num_flops_per_token:,} FLOP (without attention over the context)"
-    )
+    raw = _hf_config_of(source)
+    census = take_census(raw)
+    for line in describe(census, context_length=context_length or census.anatomy.max_context):
+        print(line)
+    print()
+    print(f"LongArc builds it: {_verdict(raw, num_mtp_layers=census.anatomy.num_mtp_layers)}")
     return ExitCode.OK
 
 
-def _config_of(source: Path) -> "ModelConfig":
-    import orjson
-
-    from longarc.cli._recipe import load_recipe, recipe_of_run
+def _verdict(raw: Mapping[str, Any], *, num_mtp_layers: int) -> str:
+    """Say whether LongArc builds a model that it can count, and if not, why."""
     from longarc.errors import ConfigError
     from longarc.models.hf_config import config_from_hf
+
+    try:
+        config_from_hf(raw)
+    except ConfigError as error:
+        return f"no; {error}"
+    return "yes, without MTP" if num_mtp_layers else "yes"
+
+
+def _hf_config_of(source: Path) -> Mapping[str, Any]:
+    """Return the content of the ``config.json`` that the source has or would be given."""
+    from longarc.cli._recipe import load_recipe, recipe_of_run
+    from longarc.errors import ConfigError
+    from longarc.models.hf_config import config_to_hf
     from longarc.runs.checkpoint import MANIFEST, read_manifest
     from longarc.runs.directory import RECIPE
 
     if source.suffix == ".toml":
-        return load_recipe(source, []).model
+        return config_to_hf(load_recipe(source, []).model, dtype="float32")
     if (source / MANIFEST).is_file():
         from longarc.pipeline.workspace import model_config
 
-        return model_config(read_manifest(source).model)
+        return config_to_hf(model_config(read_manifest(source).model), dtype="float32")
     if (source / RECIPE).is_file():
-        return recipe_of_run(source).model
-    if (source / "config.json").is_file():
-        return config_from_hf(orjson.loads((source / "config.json").read_bytes()))
+        return config_to_hf(recipe_of_run(source).model, dtype="float32")
+    for path in (source, source / "config.json"):
+        if path.suffix == ".json" and path.is_file():
+            return _read_json_object(path)
     raise ConfigError(
-        f"{source} is no recipe (.toml), checkpoint ({MANIFEST}), run ({RECIPE}) or Hugging Face directory (config.json)"
+        f"{source} is no recipe (.toml), checkpoint ({MANIFEST}), run ({RECIPE}), config.json or "
+        f"Hugging Face directory (config.json)"
     )
+
+
+def _read_json_object(path: Path) -> Mapping[str, Any]:
+    import orjson
+
+    from longarc.errors import ConfigError
+
+    try:
+        content = orjson.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not JSON: {error}; give a config.json of Hugging Face"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds a JSON {type(content).__name__}, but a config.json is an object"
+        )
+    return content
 
 
 def _convert(run_dir: Path, target: Path, *, stage: str) -> int:

@@ -1,45 +1,58 @@
-"""How large a model is, by arithmetic on its parameters; nothing is allocated."""
+"""How large a model is and what a token costs, by arithmetic on its config; nothing is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from longarc.config.model import GlmMoeDsaConfig, ModelConfig
-from longarc.models.decoder import GlmMoeDsa
-from longarc.models.llama import Llama
+from longarc.models.families import Anatomy, anatomy_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Census:
-    """Parameters of a model, and what a token costs."""
+    """Sums over the parts of a model.
 
-    num_parameters: int
-    """All parameters; buffers (router biases) are not counted."""
-    num_active_parameters: int
-    """Parameters that take part in computing one token: of the routed experts only the chosen ones."""
-    num_embedding_parameters: int
-    num_cache_values_per_token: int
-    """Numbers that one token leaves in the cache, all layers together."""
+    "Active" are the parameters that take part in computing one token: of the routed experts the chosen
+    ones, and no embedding table unless it is the output head too.
+    """
+
+    anatomy: Anatomy
 
     @property
-    def num_flops_per_token(self) -> int:
-        """Forward pass of one token without attention over the context: two per active weight [FLOP]."""
-        return 2 * (self.num_active_parameters - self.num_embedding_parameters)
+    def num_parameters(self) -> int:
+        """All parameters, layers for multi-token prediction included."""
+        return self.num_main_parameters + self.num_mtp_parameters
+
+    @property
+    def num_main_parameters(self) -> int:
+        """All parameters without the layers for multi-token prediction."""
+        return sum(part.size * part.copies for part in self.anatomy.parts)
+
+    @property
+    def num_mtp_parameters(self) -> int:
+        """Parameters of the layers for multi-token prediction; embedding and head are the main model's."""
+        return sum(part.size * part.mtp_copies for part in self.anatomy.parts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Active parameters of the main model, output head included."""
+        return sum(part.size * part.copies_per_token for part in self.anatomy.parts)
+
+    def num_flops_per_token(self, context_length: int) -> int:
+        """Forward pass of one token that has ``context_length`` keys before it, itself included [FLOP].
+
+        Two per active parameter, and what the token computes for each key: reading keys costs no
+        parameter, but with a long context most of the time. Norms, rotation and softmax are left out.
+        """
+        reads = sum(
+            read.flops_per_key * read.num_keys(context_length) for read in self.anatomy.reads
+        )
+        return 2 * self.num_active_parameters + reads
 
 
-def take_census(config: ModelConfig) -> Census:
-    """Count the parameters of a config."""
-    with torch.device("meta"):
-        model = GlmMoeDsa(config) if isinstance(config, GlmMoeDsaConfig) else Llama(config)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    total = sum(sizes.values())
-    idle = 0
-    if isinstance(config, GlmMoeDsaConfig):
-        routed = sum(size for name, size in sizes.items() if ".experts." in name)
-        idle = routed - routed * config.num_experts_per_tok // config.n_routed_experts
-    return Census(
-        num_parameters=total,
-        num_active_parameters=total - idle,
-        num_embedding_parameters=model.model.embed_tokens.weight.numel(),
-        num_cache_values_per_token=sum(model.cache_widths().values()) * config.num_hidden_layers,
-    )
+def take_census(raw: Mapping[str, Any]) -> Census:
+    """Count what a Hugging Face ``config.json`` describes.
+
+    Raises:
+        ConfigError: the family is not known here, or a field is missing or wrong.
+    """
+    return Census(anatomy_of(raw))

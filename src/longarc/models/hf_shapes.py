@@ -1,0 +1,160 @@
+"""The fields of a Hugging Face ``config.json`` on which sizes depend, by kind of model.
+
+Unlike ``config.model`` these also describe models that LongArc does not build; names are those of the file.
+"""
+
+from collections.abc import Sized
+from typing import Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+
+
+class Shape(BaseModel):
+    """Fields that all families have; a config.json holds many more that nothing here depends on."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    intermediate_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+
+
+class GroupedShape(Shape):
+    """Grouped-query attention."""
+
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "GroupedShape":
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}; the config needs head_dim"
+            )
+        return self
+
+    @property
+    def key_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+class LlamaShape(GroupedShape):
+    """Llama: ``attention_bias`` also means one behind attention."""
+
+    mlp_bias: bool = False
+
+
+class GlmShape(GroupedShape):
+    """The dense GLM-4 models, which have biases unless they say otherwise."""
+
+    attention_bias: bool = True
+
+
+class ExpertShape(Shape):
+    """A mixture of experts behind leading dense layers."""
+
+    moe_intermediate_size: PositiveInt
+    n_routed_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    n_shared_experts: NonNegativeInt = 1
+    first_k_dense_replace: NonNegativeInt | None = None
+    moe_layer_freq: Literal[1] = 1
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
+    """Written by transformers, in some families instead of ``first_k_dense_replace``."""
+    num_nextn_predict_layers: NonNegativeInt = 0
+    """Layers for multi-token prediction."""
+
+    @model_validator(mode="after")
+    def _layers_are_said(self) -> "ExpertShape":
+        if self.first_k_dense_replace is None and self.mlp_layer_types is None:
+            raise ValueError(
+                "neither first_k_dense_replace nor mlp_layer_types says which layers have experts"
+            )
+        _check_length("mlp_layer_types", self.mlp_layer_types, self.num_hidden_layers)
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts="
+                f"{self.n_routed_experts}"
+            )
+        return self
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers of the main model without experts."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types.count("dense")
+        return min(self.first_k_dense_replace or 0, self.num_hidden_layers)
+
+
+class LatentShape(ExpertShape):
+    """Multi-head latent attention."""
+
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+
+
+class IndexedShape(LatentShape):
+    """Latent attention over the keys that an indexer selects."""
+
+    index_n_heads: PositiveInt
+    index_head_dim: PositiveInt
+    index_topk: PositiveInt
+    index_topk_freq: PositiveInt = 1
+    index_skip_topk_offset: NonNegativeInt = 2
+    index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
+    indexer_types: tuple[Literal["full", "shared"], ...] | None = None
+
+    @model_validator(mode="after")
+    def _patterns_are_whole(self) -> "IndexedShape":
+        _check_length("indexer_types", self.indexer_types, self.num_hidden_layers)
+        _check_length("index_topk_pattern", self.index_topk_pattern, self.num_hidden_layers)
+        return self
+
+    @property
+    def num_indexers(self) -> int:
+        """Layers with an indexer of their own; the others reuse the selection of the last such layer.
+
+        Without a list or a pattern: the first ``index_skip_topk_offset`` layers, then every
+        ``index_topk_freq``-th. Source: IndexCache, arXiv:2603.12201.
+        """
+        if self.indexer_types is not None:
+            return self.indexer_types.count("full")
+        if self.index_topk_pattern is not None:
+            return self.index_topk_pattern.count("F")
+        first = min(self.index_skip_topk_offset, self.num_hidden_layers)
+        return first + (self.num_hidden_layers - first) // self.index_topk_freq
+
+
+class MoeGroupedShape(GroupedShape, ExpertShape):
+    """Grouped-query attention and a mixture of experts."""
+
+    use_qk_norm: bool = False
+
+
+def _check_length(name: str, pattern: Sized | None, num_layers: int) -> None:
+    if pattern is not None and len(pattern) != num_layers:
+        raise ValueError(
+            f"{name} describes {len(pattern)} layers, but num_hidden_layers={num_layers}"
+        )

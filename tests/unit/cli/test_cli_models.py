@@ -1,0 +1,82 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longarc.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "tests" / "unit" / "models" / "configs"
+
+
+def printed(capsys, *arguments):
+    assert main(["models", "info", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def row(text, first_cell):
+    return next(line.split() for line in text.splitlines() if line.startswith(first_cell))
+
+
+def test_info_answers_whether_glm_5_2_has_744_or_753_billion_parameters(capsys):
+    out = printed(capsys, CONFIGS / "glm_5_2.json")
+    assert out.startswith("family: GLM-5: latent attention, sparse (indexers shared")
+    assert row(out, "without MTP")[-2:] == ["743,377,000,704", "40,298,928,384"]
+    assert row(out, "MTP, 9.95 B")[-1] == "9,952,920,320"
+    assert row(out, "all, 753.33 B")[-1] == "753,329,921,024"
+    assert "not counted: 19,456 router biases" in out
+    assert "LongArc builds it: no; config.json shares indexers" in out
+
+
+def test_the_rows_of_the_parts_add_up_to_the_sum(capsys):
+    lines = printed(capsys, CONFIGS / "glm_4_5.json").splitlines()
+    first, rule = lines.index(next(line for line in lines if line.startswith("part"))) + 1, 0
+    rule = next(i for i, line in enumerate(lines) if line.startswith("---"))
+    cells = [line.replace(",", "").split()[-5:] for line in lines[first:rule]]
+    numbers = [[int(cell) for cell in row] for row in cells]
+    assert all(total == size * (main + mtp) for size, main, mtp, total, _ in numbers)
+    assert sum(total for *_, total, _ in numbers) == 356_785_884_416
+    assert sum(active for *_, active in numbers) == 32_856_305_664
+
+
+def test_a_context_may_be_chosen(capsys):
+    out = printed(capsys, CONFIGS / "glm_5_2.json", "--context", 1000)
+    assert "bf16, 1,000 tokens" in out
+    assert row(out, "indexer  ")[:2] != row(out, "attention")[:2]
+    assert [line for line in out.splitlines() if line.startswith("attention  ")][-1].split()[1] == (
+        "1,000"
+    )
+
+
+def test_the_quickstart_can_be_counted_and_built(capsys):
+    out = printed(capsys, ROOT / "recipes" / "quickstart.toml")
+    assert "in MTP" in out
+    assert out.rstrip().endswith("LongArc builds it: yes")
+
+
+def test_a_directory_with_a_config_is_a_source_too(capsys, tmp_path):
+    config = json.loads((CONFIGS / "glm_5.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert printed(capsys, tmp_path).rstrip().endswith("LongArc builds it: yes, without MTP")
+
+
+def test_counting_a_config_does_not_load_torch():
+    source = str(CONFIGS / "glm_5_2.json")
+    code = (
+        "import sys; from longarc.cli.main import main; "
+        f"main(['models', 'info', {source!r}]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is no recipe"), ("{", "is not JSON"), ("[1]", "holds a JSON list")],
+)
+def test_what_is_no_model_is_refused(capsys, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert main(["models", "info", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
