@@ -9,7 +9,8 @@ from trainer_fixtures import TINY, TINY_LLAMA, tiny_model
 
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
-from longarc.trainer.optim import MuonAdamW, orthogonalise
+from longarc.trainer.muon import orthogonalise
+from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
 
 PLAIN = AdamWRule(is_decayed=False, is_embedding=False)
