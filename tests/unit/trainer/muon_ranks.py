@@ -176,8 +176,11 @@ def _resumed(state_file):
     train(model, MuonAdamW(model, TINY, CONFIG), range(2))
     optimizer = _optimizer(model)
     optimizer.load_state_dict(load_file(state_file))
+    optimizer.reset()
+    forgotten = not any(value.any() for value in optimizer.state_dict().values())
+    optimizer.load_state_dict(load_file(state_file))
     train(model, optimizer, range(2, NUM_STEPS))
-    return {"weights": whole_weights(model)}
+    return {"weights": whole_weights(model), "forgotten": forgotten}
 
 
 def two_layers():

@@ -117,6 +117,10 @@ def test_a_model_under_fsdp_trains_like_one_process(runs, num_ranks):
             torch.testing.assert_close(rank["fsdp"]["weights"][name], value, rtol=0, atol=1e-5)
 
 
+def test_reset_forgets_the_momenta_of_all_ranks(runs):
+    assert all(rank["resumed"]["forgotten"] for rank in runs[0][4])
+
+
 def test_matrices_travel_in_several_buckets(runs):
     assert all(rank["in_small_buckets"]["num_buckets"] > 3 for rank in runs[0][2])
 
