@@ -9,7 +9,7 @@ from trainer_fixtures import TINY, TINY_LLAMA, tiny_model
 
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
-from longarc.trainer.muon import iteration_dtype, orthogonalise
+from longarc.trainer.muon import iteration_dtype, orthogonalise, update_scale
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
 
@@ -87,8 +87,14 @@ def test_a_gpu_iterates_in_bf16_and_a_cpu_in_what_it_is_given():
 def test_bf16_comes_as_near_as_torch_does(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     single = nn.Parameter(torch.zeros(shape[1:]))
-    muon = torch.optim.Muon([single], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
-    muon.param_groups[0]["adjust_lr_fn"] = "plain"  # any other name leaves the update unscaled
+    muon = torch.optim.Muon(
+        [single],
+        lr=1.0 / update_scale(*single.shape),
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    )
     exact = orthogonalise(matrices)
     for matrix, ours, expected in zip(
         matrices, orthogonalise(matrices.bfloat16()).float(), exact, strict=True
