@@ -13,7 +13,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async kill-test peers integration clean
+.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model kill-test peers integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,7 +52,7 @@ $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 peers: $(STAMP_PEERS) ## make .venv-peers with what LongArc is measured against
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine exact sandbox grpo async; do \
+	@status=0; for name in engine exact sandbox model grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
@@ -64,6 +64,9 @@ bench-exact: $(STAMP_DEV) ## do engine and trainer compute the same log-probabil
 
 bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
 	@$(BIN)/python benchmarks/sandbox.py $(BENCH)
+
+bench-model: $(STAMP_DEV) ## parts of training beside what PyTorch offers
+	@$(BIN)/python benchmarks/model.py $(BENCH)
 
 bench-grpo: $(STAMP_DEV) $(STAMP_PEERS) ## one GRPO step, beside TRL
 	@$(BIN)/python benchmarks/grpo.py $(BENCH)

@@ -1,71 +1,27 @@
 """Muon Split beside AdamW: one optimizer over all trained parameters of a model.
 
-Muon replaces the momentum of a matrix by the nearest orthogonal one, so that every direction moves
-equally fast; Split does it per attention head and per expert, so that a strong head does not
-drown a weak one. Matrices of one shape are orthogonalised together.
+With a process group, several ranks share the work: each matrix has one owner (owned_muon.py).
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from typing import TypeAlias
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from longarc.config.model import ModelConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
 from longarc.models.threads import set_compute_threads
+from longarc.trainer.muon import Muon, MuonPart, Run
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration; Muon (Jordan et al.), GLM-4.5."""
-NUM_ITERATIONS = 5
-UPDATE_RMS = 0.2
-"""Root mean square of a full-rank update, that of AdamW in practice; Moonlight (arXiv:2502.16982)."""
-_CHUNK_ELEMENTS = 1 << 17
-"""Matrices are iterated in chunks that stay in the second-level cache; twice as fast as all at once."""
-
-
-def orthogonalise(matrices: Float[Tensor, "n a b"]) -> Float[Tensor, "n a b"]:
-    """Return the nearest (semi-)orthogonal matrices, approximately: singular values in [0.7, 1.2].
-
-    Five steps of ``X <- (a I + b G + c G^2) X`` with ``G = X X^T`` on the wide orientation, in the
-    dtype given (fp32 on a CPU).
-    """
-    if matrices.shape[1] > matrices.shape[2]:
-        return orthogonalise(matrices.mT).mT
-    return _orthogonalise_wide([matrices], map)[0]
-
-
-def _orthogonalise_wide(
-    stacks: Sequence[Tensor], run: Callable[..., Iterable[Tensor]]
-) -> list[Tensor]:
-    """Orthogonalise stacks of wide matrices; ``run`` is ``map`` or that of a pool, with the same result."""
-    chunks = [_scaled_chunks(stack) for stack in stacks]
-    done = iter(run(_iterated, chain.from_iterable(chunks)))
-    return [torch.cat([next(done) for _ in own]) for own in chunks]
-
-
-def _scaled_chunks(stack: Tensor) -> tuple[Tensor, ...]:
-    scaled = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp_min(1e-7)
-    chunks: tuple[Tensor, ...] = scaled.split(
-        max(1, _CHUNK_ELEMENTS // (stack.shape[1] * stack.shape[2]))
-    )
-    return chunks
-
-
-def _iterated(chunk: Tensor) -> Tensor:
-    a, b, c = NEWTON_SCHULZ
-    for _ in range(NUM_ITERATIONS):
-        gram = torch.bmm(chunk, chunk.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        polynomial.diagonal(dim1=1, dim2=2).add_(a)
-        chunk = torch.bmm(polynomial, chunk)
-    return chunk
+_AdamGroup: TypeAlias = tuple[AdamWRule, DeviceMesh | None]
+"""What is updated in one call: parameters of one rule on one mesh."""
 
 
 class MuonAdamW:
@@ -81,50 +37,55 @@ class MuonAdamW:
         config: OptimizerConfig,
         *,
         num_threads: int = 1,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         """Assign each trained parameter to Muon or AdamW.
 
         Args:
-            model: its ``requires_grad`` flags decide what is trained.
+            model: its ``requires_grad`` flags decide what is trained. Parameters are whole, or
+                DTensors (as FSDP2 makes them) over the ranks of ``process_group``.
             model_config: gives the head sizes for the split.
             config: rates and momenta.
             num_threads: threads that orthogonalise; the result does not depend on them.
+            process_group: the ranks that hold this model, whole or in shards. Their gradients must be
+                summed over the ranks already. Momentum and orthogonalisation of each matrix are then
+                one rank's. None: this process alone.
 
         Raises:
-            ContractError: nothing requires a gradient.
+            ContractError: nothing requires a gradient; or a parameter is spread over ranks and there
+                is no process group, or one that does not hold all of it.
         """
         self._config = config
-        self._muon: dict[str, tuple[nn.Parameter, MuonRule]] = {}
+        self._process_group = process_group
+        self._matrices: dict[str, tuple[nn.Parameter, MuonRule]] = {}
         self._adamw: dict[str, nn.Parameter] = {}
-        groups: dict[AdamWRule, list[nn.Parameter]] = defaultdict(list)
+        groups: dict[_AdamGroup, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in sorted(model.named_parameters()):
             if not parameter.requires_grad:
                 continue
             rule = parameter_rule(
                 name, tuple(parameter.shape), model_config, use_muon=config.use_muon
             )
+            mesh = _mesh(parameter)
+            if mesh is not None and process_group is None:
+                raise ContractError(
+                    f"parameter {name} is spread over ranks, and the optimizer was given no process "
+                    f"group; give it the group of all ranks that hold the model"
+                )
             if isinstance(rule, MuonRule):
-                self._muon[name] = (parameter, rule)
+                self._matrices[name] = (parameter, rule)
             else:
                 self._adamw[name] = parameter
-                groups[rule].append(parameter)
-        if not self._muon and not self._adamw:
+                groups[rule, mesh].append(parameter)
+        if not self._matrices and not self._adamw:
             raise ContractError("no parameter requires a gradient, so there is nothing to train")
-        self._momentum = {name: torch.zeros_like(p) for name, (p, _) in self._muon.items()}
         self._adam = self._build_adam(groups)
-        self._run: Callable[..., Iterable[Tensor]] = map
-        if num_threads > 1:
-            self._run = ThreadPoolExecutor(
-                num_threads,
-                thread_name_prefix="muon",
-                initializer=set_compute_threads,  # each computes alone
-                initargs=(1,),
-            ).map
+        self._muon = self._build_muon(num_threads)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Everything this optimizer updates."""
-        return [p for p, _ in self._muon.values()] + list(self._adamw.values())
+        return [p for p, _ in self._matrices.values()] + list(self._adamw.values())
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -137,27 +98,31 @@ class MuonAdamW:
             for group in self._adam.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             self._adam.step()
-        if self._muon:
-            self._muon_step(lr)
+        if self._matrices:
+            self._muon.step(lr)
 
     def reset(self) -> None:
         """Forget all moments, as after weights went to the engine (GLM-5, section 4.1.1)."""
-        for momentum in self._momentum.values():
-            momentum.zero_()
+        self._muon.reset()
         if self._adam is not None:
             self._adam.state.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all moments by flat name; what a bit-exact resume needs."""
-        state = {f"momentum.{name}": value for name, value in self._momentum.items()}
+        """Return all moments by flat name; what a bit-exact resume needs.
+
+        With a process group, all ranks must call this together; its first rank gets everything,
+        in the form that any number of ranks can load, and the others nothing.
+        """
+        state = {f"momentum.{name}": value for name, value in self._muon.momenta().items()}
         if self._adam is not None:
             for name, parameter in self._adamw.items():
                 for key, value in self._adam.state.get(parameter, {}).items():
-                    state[f"{key}.{name}"] = value
-        return state
+                    state[f"{key}.{name}"] = _whole(value)
+        is_first = self._process_group is None or self._process_group.rank() == 0
+        return state if is_first else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the moments of :meth:`state_dict`.
+        """Take the moments of :meth:`state_dict`; with a process group, each rank gets all of them.
 
         Raises:
             CheckpointError: the state is of another set of parameters.
@@ -167,16 +132,46 @@ class MuonAdamW:
             kind, _, name = key.partition(".")
             moments[name][kind] = value
         self._check_names(moments)
-        for name, momentum in self._momentum.items():
-            momentum.copy_(moments[name]["momentum"])
+        self._muon.load_momenta({name: moments[name]["momentum"] for name in self._matrices})
         if self._adam is not None:
             self._adam.state.clear()
             for name, parameter in self._adamw.items():
                 if name in moments:
-                    self._adam.state[parameter] = {k: v.clone() for k, v in moments[name].items()}
+                    self._adam.state[parameter] = {
+                        kind: _placed_like(parameter, value)
+                        for kind, value in moments[name].items()
+                    }
+
+    def _build_muon(self, num_threads: int) -> MuonPart:
+        run: Run = map
+        if num_threads > 1:
+            run = ThreadPoolExecutor(
+                num_threads,
+                thread_name_prefix="muon",
+                initializer=set_compute_threads,  # each computes alone
+                initargs=(1,),
+            ).map
+        config = self._config
+        if self._process_group is None:
+            return Muon(
+                self._matrices,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                run=run,
+            )
+        # Here, because DTensor takes a second to import, and most trainers have no other rank.
+        from longarc.trainer.owned_muon import OwnedMuon
+
+        return OwnedMuon(
+            self._matrices,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            process_group=self._process_group,
+            run=run,
+        )
 
     def _build_adam(
-        self, groups: Mapping[AdamWRule, list[nn.Parameter]]
+        self, groups: Mapping["_AdamGroup", list[nn.Parameter]]
     ) -> torch.optim.AdamW | None:
         config = self._config
         if not groups:
@@ -188,7 +183,7 @@ class MuonAdamW:
                     "weight_decay": config.weight_decay if rule.is_decayed else 0.0,
                     "lr_scale": config.embedding_lr_scale if rule.is_embedding else 1.0,
                 }
-                for rule, parameters in groups.items()
+                for (rule, _), parameters in groups.items()
             ],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -196,8 +191,8 @@ class MuonAdamW:
         )
 
     def _check_names(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        missing = sorted(set(self._momentum) - set(moments))
-        unknown = sorted(set(moments) - set(self._momentum) - set(self._adamw))
+        missing = sorted(set(self._matrices) - set(moments))
+        unknown = sorted(set(moments) - set(self._matrices) - set(self._adamw))
         if missing or unknown:
             raise CheckpointError(
                 f"optimizer state does not fit this model: missing {missing[:3]}, unknown "
@@ -205,35 +200,25 @@ class MuonAdamW:
                 f"model and stage, or start the stage again from its weights."
             )
 
-    @torch.no_grad()
-    def _muon_step(self, lr: float) -> None:
-        """Momentum, orthogonalise by shape, decay, add."""
-        momentum = list(self._momentum.values())
-        parameters: list[Tensor] = [p for p, _ in self._muon.values()]
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        torch._foreach_mul_(momentum, self._config.momentum)
-        torch._foreach_add_(momentum, grads)
-        nesterov = torch._foreach_add(grads, momentum, alpha=self._config.momentum)
 
-        torch._foreach_mul_(parameters, 1.0 - lr * self._config.weight_decay)
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for (parameter, rule), update in zip(self._muon.values(), nesterov, strict=True):
-            for target, source in zip(
-                _matrices(parameter, rule), _matrices(update, rule), strict=True
-            ):
-                if target.shape[1] > target.shape[2]:
-                    target, source = target.mT, source.mT
-                by_shape[target.shape[1], target.shape[2]].append((target, source))
-        stacks = [torch.cat([source for _, source in pairs]) for pairs in by_shape.values()]
-        orthogonal = _orthogonalise_wide(stacks, self._run)
-        for ((_, long_side), pairs), stacked in zip(by_shape.items(), orthogonal, strict=True):
-            scale = UPDATE_RMS * math.sqrt(long_side)
-            pieces = torch.split(stacked, [len(source) for _, source in pairs])
-            for (target, _), piece in zip(pairs, pieces, strict=True):
-                target.add_(piece, alpha=-lr * scale)
+def _mesh(tensor: Tensor) -> DeviceMesh | None:
+    """Return the ranks that a DTensor is spread over, without importing DTensor; else None."""
+    mesh: DeviceMesh | None = getattr(tensor, "device_mesh", None)
+    return mesh
 
 
-def _matrices(tensor: Tensor, rule: MuonRule) -> list[Tensor]:
-    """Return views [num_blocks, rows, columns], one for each kind of matrix in a block."""
-    blocks = tensor.view(rule.num_blocks, sum(rule.rows), tensor.shape[-1])
-    return list(torch.split(blocks, list(rule.rows), dim=1))
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _placed_like(parameter: nn.Parameter, moment: Tensor) -> Tensor:
+    """Copy the part of a whole moment that this rank holds of the parameter; a count is kept whole."""
+    mesh = _mesh(parameter)
+    if mesh is None or moment.shape != parameter.shape:
+        return moment.clone()
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    # No rank is the source: each has the whole, and takes its part without asking.
+    return distribute_tensor(moment.clone(), mesh, parameter.placements, src_data_rank=None)

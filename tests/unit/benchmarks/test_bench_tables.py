@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 LAST_LINE = re.compile(r"bars: (\d+) of (\d+) hold")
-SCRIPTS = ("asynchronous", "engine", "exactness", "grpo", "kill_test", "sandbox")
+SCRIPTS = ("asynchronous", "engine", "exactness", "grpo", "kill_test", "model", "sandbox")
 
 
 @pytest.fixture(autouse=True)

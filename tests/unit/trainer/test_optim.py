@@ -9,7 +9,8 @@ from trainer_fixtures import TINY, TINY_LLAMA, tiny_model
 
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
-from longarc.trainer.optim import MuonAdamW, orthogonalise
+from longarc.trainer.muon import iteration_dtype, orthogonalise, update_scale
+from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
 
 PLAIN = AdamWRule(is_decayed=False, is_embedding=False)
@@ -75,6 +76,35 @@ def test_matrices_are_orthogonalised_each_by_itself(shape):
 
 def test_a_zero_matrix_stays_zero():
     assert not orthogonalise(torch.zeros(1, 3, 4)).any()
+
+
+def test_a_gpu_iterates_in_bf16_and_a_cpu_in_what_it_is_given():
+    assert iteration_dtype("cuda", torch.float32) == torch.bfloat16
+    assert iteration_dtype("cpu", torch.float64) == torch.float64
+
+
+@pytest.mark.parametrize("shape", [(5, 16, 64), (3, 64, 48)])
+def test_bf16_comes_as_near_as_torch_does(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    single = nn.Parameter(torch.zeros(shape[1:]))
+    muon = torch.optim.Muon(
+        [single],
+        lr=1.0 / update_scale(*single.shape),
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    exact = orthogonalise(matrices)
+    for matrix, ours, expected in zip(
+        matrices, orthogonalise(matrices.bfloat16()).float(), exact, strict=True
+    ):
+        with torch.no_grad():
+            single.zero_()
+        single.grad = matrix
+        muon.step()
+        theirs = -single.detach()
+        assert (ours - expected).norm() < 1.5 * (theirs - expected).norm()
 
 
 def gradients(model, *, seed):
