@@ -45,7 +45,8 @@ def int4_quantised(
             f"a matrix of shape {list(weight.shape)} has no whole groups of {group_size} numbers along its "
             f"last dimension; use a group size that divides {weight.shape[-1]}"
         )
-    groups = weight.detach().to(torch.bfloat16).float().unflatten(-1, (-1, group_size))
+    groups = weight.detach().to(torch.bfloat16).float()
+    groups = groups.view(*weight.shape[:-1], -1, group_size)
     seventh = torch.tensor(1 / MAX_CODE, dtype=torch.float32, device=weight.device)
     scales = (groups.abs().amax(dim=-1) * seventh).clamp_min(MIN_SCALE)
     codes = (groups / scales[..., None]).round()
@@ -56,8 +57,9 @@ def int4_dequantised(
     codes: Int8[Tensor, "*rows inputs"], scales: BFloat16[Tensor, "*rows groups"]
 ) -> BFloat16[Tensor, "*rows inputs"]:
     """Return the values that codes and scales stand for."""
-    groups = codes.to(torch.bfloat16).unflatten(-1, (scales.shape[-1], -1))
-    return (groups * scales[..., None]).flatten(-2)
+    groups = codes.to(torch.bfloat16).view(*scales.shape, -1)
+    values: Tensor = (groups * scales[..., None]).flatten(-2)
+    return values
 
 
 def fake_int4(
@@ -92,7 +94,7 @@ def packed_int4(codes: Int8[Tensor, "rows inputs"]) -> Int32[Tensor, "rows words
         raise ContractError(
             f"rows of {codes.shape[1]} codes do not fill words of {CODES_PER_WORD}; the matrix cannot be packed"
         )
-    nibbles = (codes.to(torch.int64) + 8).unflatten(1, (-1, CODES_PER_WORD))
+    nibbles = (codes.to(torch.int64) + 8).view(len(codes), -1, CODES_PER_WORD)
     words = (nibbles << _shifts(codes.device)).sum(dim=-1)
     # Words of 2^31 and more are the negative numbers of int32.
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -31,7 +31,7 @@ class SupervisedConfig(Settings):
     router_bias_rate: float = Field(1e-3, ge=0)
     """Step of the loss-free expert balancing; 1e-3 in DeepSeek-V3 and GLM-4.5, 0 turns it off."""
     int4_group_size: int | None = Field(None, ge=8, multiple_of=8)
-    """Train the routed experts as the INT4 weights that ``longarc models convert --int4-group-size`` exports: so many
+    """Train the routed experts as the INT4 weights that ``longarc models convert`` then exports: so many
     numbers share a scale, 32 in public recipes; GLM-5 report, 2.4. None trains without rounding."""
     checkpoint_every_steps: int = Field(100, ge=1)
     """A crash costs at most this much work [optimizer steps]."""
