@@ -93,6 +93,15 @@ def test_a_recomputed_layer_runs_twice_and_others_once(glm):
     assert sorted(runs) == [0, 0, 1, 2, 2]
 
 
+def test_a_recomputed_layer_routes_to_the_same_experts_with_the_same_weights(glm):
+    routes = []
+    glm.model.layers[1].mlp.gate.register_forward_hook(lambda *call: routes.append(call[-1]))
+    gradients(glm, ActivationConfig(recomputed_layers="all"))
+    (chosen, weights), (chosen_again, weights_again) = routes
+    assert torch.equal(chosen, chosen_again)
+    assert torch.equal(weights, weights_again)
+
+
 def peaks_of_a_deep_model(directory):
     """Return the peak [bytes] of forward and backward with each policy; 24 layers keep 8 MB each."""
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24}
