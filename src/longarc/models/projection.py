@@ -11,7 +11,7 @@ from longarc.models.kernels import vocabulary as native_vocabulary
 from longarc.models.kernels.native import native_for
 from longarc.models.layers import ROW_MULTIPLE, check_ids, pad_rows, padded_rows
 
-LOGIT_FLOATS = 1 << 24
+LOGIT_FLOATS = 1 << 25
 """Logits that exist at a time where nobody chooses a chunk [numbers]; a few times that is the peak."""
 MAX_CHUNK_TOKENS = 512
 """Larger chunks are not faster."""

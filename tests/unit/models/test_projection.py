@@ -119,4 +119,4 @@ def peak_of_projection(num_tokens, native):
 def test_the_peak_does_not_grow_with_tokens_times_vocabulary(native):
     few, many = (measured_alone(peak_of_projection, n, native) for n in (1000, 4000))
     assert many < few + 20e6
-    assert many < 4000 * 70_000 * 4 / 5
+    assert many < 4000 * 70_000 * 4 / 3  # the logits alone would be three times as large
