@@ -32,13 +32,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("run_dir", type=Path, metavar="RUN")
     convert.add_argument("target", type=Path, metavar="DIRECTORY", help="new or empty directory")
     convert.add_argument("--stage", required=True, help="whose final checkpoint")
+    convert.add_argument(
+        "--int4-group-size",
+        type=int,
+        metavar="N",
+        help="round the routed experts to INT4, in groups of N numbers: the stage's int4_group_size",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked."""
     if arguments.action == "info":
         return _info(arguments.source, context_length=arguments.context)
-    return _convert(arguments.run_dir, arguments.target, stage=arguments.stage)
+    return _convert(
+        arguments.run_dir,
+        arguments.target,
+        stage=arguments.stage,
+        int4_group_size=arguments.int4_group_size,
+    )
 
 
 def _info(source: Path, *, context_length: int | None) -> int:
@@ -109,7 +120,7 @@ def _read_json_object(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _convert(run_dir: Path, target: Path, *, stage: str) -> int:
+def _convert(run_dir: Path, target: Path, *, stage: str, int4_group_size: int | None) -> int:
     import shutil
 
     from longarc.errors import CheckpointError, ConfigError
@@ -125,7 +136,14 @@ def _convert(run_dir: Path, target: Path, *, stage: str) -> int:
         raise CheckpointError(
             f"stage {stage!r} of {run_dir} has no final checkpoint; stages with files: {run.stages()}"
         )
-    save_pretrained_dir(load_checkpoint(checkpoint).model, target)
+    if int4_group_size is not None and int4_group_size < 1:
+        raise ConfigError(f"--int4-group-size {int4_group_size}: a group holds at least one number")
+    save_pretrained_dir(
+        load_checkpoint(checkpoint).model,
+        target,
+        experts="separate" if int4_group_size is None else "int4",
+        int4_group_size=int4_group_size or 0,
+    )
     shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
-    print(f"{target}: config.json, model.safetensors, {TOKENIZER_FILE}")
+    print(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
     return ExitCode.OK

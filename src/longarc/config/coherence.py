@@ -13,7 +13,9 @@ from longarc.config.stages import (
     PretrainConfig,
     RlConfig,
     StageConfig,
+    SupervisedConfig,
 )
+from longarc.config.training import ActivationConfig, chosen_layers
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r"initial|serve|eval-\d+")
@@ -53,10 +55,39 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
                     f"stage {name!r}: {key}={num_tokens} exceeds model.max_position_embeddings="
                     f"{longest}; lower it or raise model.max_position_embeddings"
                 )
+        if not isinstance(stage, EvalConfig):
+            _check_activations(name, model, stage.activations)
+        if isinstance(stage, SupervisedConfig):
+            _check_int4(name, model, stage.int4_group_size)
         if isinstance(stage, DsaConfig) and model.family != "glm_moe_dsa":
             raise ValueError(
                 f"stage {name!r} converts to sparse attention, but a {model.family} model has no "
                 f"indexer; remove the stage or use model.family = 'glm_moe_dsa'"
+            )
+
+
+def _check_activations(name: str, model: ModelConfig, activations: ActivationConfig) -> None:
+    for key in ("recomputed_layers", "offloaded_layers"):
+        try:
+            chosen_layers(getattr(activations, key), model.num_hidden_layers)
+        except ValueError as error:
+            raise ValueError(f"stage {name!r}: activations.{key}: {error}") from error
+
+
+def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
+    if group_size is None:
+        return
+    if model.family != "glm_moe_dsa":
+        raise ValueError(
+            f"stage {name!r}: int4_group_size={group_size} rounds routed experts, but a {model.family} "
+            f"model has none; leave it out or use model.family = 'glm_moe_dsa'"
+        )
+    for key in ("hidden_size", "moe_intermediate_size"):
+        width = getattr(model, key)
+        if width % group_size:
+            raise ValueError(
+                f"stage {name!r}: int4_group_size={group_size} does not divide model.{key}={width}; "
+                f"choose one that divides both widths of an expert"
             )
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 
 
 def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
@@ -24,10 +24,15 @@ class SupervisedConfig(Settings):
     """Length of the stage [optimizer steps]."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward and backward [tokens]; more need more memory, results do not change."""
+    activations: ActivationConfig = ActivationConfig()
+    """What is kept between forward and backward; memory and time, not results."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are updated."""
     router_bias_rate: float = Field(1e-3, ge=0)
     """Step of the loss-free expert balancing; 1e-3 in DeepSeek-V3 and GLM-4.5, 0 turns it off."""
+    int4_group_size: int | None = Field(None, ge=8, multiple_of=8)
+    """Train the routed experts as the INT4 weights that ``longarc models convert`` then exports: so many
+    numbers share a scale, 32 in public recipes; GLM-5 report, 2.4. None trains without rounding."""
     checkpoint_every_steps: int = Field(100, ge=1)
     """A crash costs at most this much work [optimizer steps]."""
 
@@ -190,6 +195,8 @@ class RlConfig(Settings):
     """How weights are updated."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward and backward [tokens]."""
+    activations: ActivationConfig = ActivationConfig()
+    """What is kept between forward and backward; memory and time, not results."""
     router_bias_rate: float = Field(0.0, ge=0)
     """Step of the loss-free expert balancing; 0 in RL."""
     trainer_process: bool = False
@@ -228,6 +235,8 @@ class DistillConfig(Settings):
     """How weights are updated."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward and backward [tokens]."""
+    activations: ActivationConfig = ActivationConfig()
+    """What is kept between forward and backward; memory and time, not results."""
     trainer_process: bool = False
     """Whether the trainer runs in a process of its own."""
     checkpoint_every_steps: int = Field(20, ge=1)

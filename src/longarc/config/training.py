@@ -1,10 +1,13 @@
-"""Settings of one optimizer: shared by every stage that trains."""
+"""Settings of an optimizer step, shared by every stage that trains: its optimizer and its memory."""
 
-from typing import Literal
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from longarc.config.settings import Settings
+
+LayerChoice: TypeAlias = Literal["none", "all"] | int | tuple[int, ...]
+"""Some layers of a model: none, all, every n-th (a number n of at least 2: 0, n, 2n, ...) or a list."""
 
 
 class OptimizerConfig(Settings):
@@ -32,3 +35,58 @@ class OptimizerConfig(Settings):
     """False trains everything with AdamW."""
     embedding_lr_scale: float = Field(1.0, gt=0)
     """Factor on ``lr`` for the embedding and the output projection."""
+
+
+class ActivationConfig(Settings):
+    """What becomes of a layer's activations between forward and backward; memory and time, never results.
+
+    A layer that is both recomputed and offloaded keeps its input alone, and that on disk.
+    """
+
+    recomputed_layers: LayerChoice = "none"
+    """Layers that keep their input alone and compute the rest again in backward: ``"none"``, ``"all"``, a
+    number n for every n-th layer, or a list of layers, counted from 0."""
+    offloaded_layers: LayerChoice = "none"
+    """Layers whose activations wait in a file, read back one layer ahead of backward; the same words."""
+    offload_directory: str | None = None
+    """Existing directory of that file, on a disk and not in memory; None is the system's temporary one."""
+
+    @field_validator("recomputed_layers", "offloaded_layers", mode="before")
+    @classmethod
+    def _names_layers(cls, value: Any) -> Any:
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        numbers = value if is_list else [value]
+        are_numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+        if value in ("none", "all") or (are_numbers and min(numbers) >= (0 if is_list else 2)):
+            return value
+        raise ValueError(
+            f'{value!r} chooses no layers; write "none", "all", a number of at least 2 for every n-th '
+            f"layer, or a list of layers, counted from 0"
+        )
+
+    @model_validator(mode="after")
+    def _directory_is_used(self) -> Self:
+        if self.offload_directory is not None and self.offloaded_layers == "none":
+            raise ValueError(
+                f"offload_directory={self.offload_directory!r} is not used: offloaded_layers is "
+                f'"none". Choose layers, or leave the directory out'
+            )
+        return self
+
+
+def chosen_layers(choice: LayerChoice, num_layers: int) -> frozenset[int]:
+    """Return the layers of a model that a choice means.
+
+    Raises:
+        ValueError: a list names a layer that the model does not have.
+    """
+    if isinstance(choice, tuple):
+        beyond = [layer for layer in choice if layer >= num_layers]
+        if beyond:
+            raise ValueError(
+                f"layer {beyond[0]} does not exist: the model has layers 0..{num_layers - 1}"
+            )
+        return frozenset(choice)
+    if choice == "none":
+        return frozenset()
+    return frozenset(range(0, num_layers, 1 if choice == "all" else choice))

@@ -32,7 +32,7 @@ class GlmMoeDsaLayer(DecoderLayer):
         normed = self.post_attention_layernorm(hidden)
         if isinstance(self.mlp, SwiGLU):
             return LayerOutput(hidden + self.mlp(normed), indexer_loss)
-        mixed, counts = self.mlp(normed, step.num_tokens)
+        mixed, counts = self.mlp(normed, step.num_tokens, int4_group_size=step.int4_group_size)
         return LayerOutput(hidden + mixed, indexer_loss, counts)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.errors import ContractError
+from longarc.models.activations import Activations
 from longarc.models.cache import SlotCache
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
@@ -60,6 +61,8 @@ class Pass:
     indexer_loss: IndexerLoss = "none"
     indexer_stride: int = 1
     """The sparse indexer loss looks at every ``indexer_stride``-th query."""
+    int4_group_size: int | None = None
+    """Numbers that share a scale where routed experts compute as INT4; None leaves the weights alone."""
     cache: SlotCache | None = None
     flat_runs: FlatRuns | None = None
     """The plan for the native kernels, where they can do the attention of this pass."""
@@ -103,15 +106,22 @@ class DecoderStack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, token_ids: Tensor, step: Pass) -> tuple[Tensor, list[LayerOutput]]:
-        """Run all rows through all layers."""
+    def forward(
+        self, token_ids: Tensor, step: Pass, activations: Activations | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Run all rows through all layers; return the rows, indexer losses and expert counts."""
         hidden = self.embed_tokens(token_ids)
-        outputs = []
-        for layer in self.layers:
+        losses, counts = [], []
+        layers = self.layers if activations is None else activations.managed(self.layers)
+        for layer in layers:
             output: LayerOutput = layer(hidden, step)
+            # The rows themselves are not kept: each layer's would stay in memory until the last has run.
             hidden = output.hidden
-            outputs.append(output)
-        return self.norm(hidden), outputs
+            if output.indexer_loss_sum is not None:
+                losses.append(output.indexer_loss_sum)
+            if output.expert_counts is not None:
+                counts.append(output.expert_counts)
+        return self.norm(hidden), losses, counts
 
 
 class Decoder(nn.Module):
@@ -144,6 +154,8 @@ class Decoder(nn.Module):
         attention: Attention = "sparse",
         indexer_loss: IndexerLoss = "none",
         indexer_stride: int = 1,
+        int4_group_size: int | None = None,
+        activations: Activations | None = None,
     ) -> ForwardOutput:
         """Compute the hidden state of every token of a packed layout.
 
@@ -156,6 +168,9 @@ class Decoder(nn.Module):
                 attention, ``sparse`` against attention over the selected keys.
             indexer_stride: with ``sparse``, how many queries there are for each one that the loss looks at;
                 neighbouring queries say nearly the same, and the loss costs as much as the attention.
+            int4_group_size: compute with the routed experts rounded to INT4, in groups of that many numbers;
+                gradients reach the weights as if nothing had been rounded.
+            activations: what becomes of the layers' activations until backward; None keeps them.
 
         Raises:
             ContractError: ids and layout disagree, an id is not in the vocabulary, a sequence is too
@@ -167,6 +182,11 @@ class Decoder(nn.Module):
                 f"{num_tokens} token ids do not fit a layout of {layout.num_tokens} tokens"
             )
         check_ids(token_ids, self.config.vocab_size)
+        if int4_group_size is not None and isinstance(self.config, LlamaConfig):
+            raise ContractError(
+                f"int4_group_size={int4_group_size} rounds routed experts, but a {self.config.family} model "
+                f"has none; leave it out"
+            )
         if indexer_loss != "none" and (indexer_loss == "warmup") != (attention == "dense"):
             raise ContractError(
                 f"indexer_loss={indexer_loss!r} does not go with attention={attention!r}: the warm-up "
@@ -183,11 +203,10 @@ class Decoder(nn.Module):
             attention=attention,
             indexer_loss=indexer_loss,
             indexer_stride=indexer_stride,
+            int4_group_size=int4_group_size,
         )
-        hidden, outputs = self.model(self._padded(token_ids), step)
+        hidden, losses, counts = self.model(self._padded(token_ids), step, activations)
         stride = indexer_stride if indexer_loss == "sparse" else 1
-        losses = [o.indexer_loss_sum for o in outputs if o.indexer_loss_sum is not None]
-        counts = [o.expert_counts for o in outputs if o.expert_counts is not None]
         return ForwardOutput(
             hidden=hidden[:num_tokens],
             indexer_loss_sum=torch.stack(losses).sum() if losses else hidden.new_zeros(()),
@@ -257,7 +276,7 @@ class Decoder(nn.Module):
             cache=cache,
             cache_rows=torch.tensor(rows, device=token_ids.device),
         )
-        hidden, _ = self.model(self._padded(token_ids), step)
+        hidden, *_ = self.model(self._padded(token_ids), step)
         new_hidden: Tensor = hidden[:num_tokens]
         return new_hidden[torch.tensor(counts).cumsum(0) - 1] if ends_only else new_hidden
 

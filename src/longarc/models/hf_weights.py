@@ -1,26 +1,38 @@
 """Weights on disk under their Hugging Face names, and directories that ``transformers`` reads and writes.
 
-In memory the experts of a layer are stacked; on disk each has its own tensors. Everything else has one
-name in both places.
+In memory the experts of a layer are stacked; on disk each has its own tensors, unless a file has them
+fused. Everything else has one name in both places.
 """
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from longarc.errors import CheckpointError
+from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_config import config_from_hf, config_to_hf
+from longarc.models.hf_files import (
+    MAX_SHARD_BYTES,
+    Outgoing,
+    TensorFiles,
+    write_file,
+    write_shards,
+)
+from longarc.models.hf_formats import (
+    Form,
+    Quantisation,
+    form_of,
+    int4_outgoing,
+    is_routed_expert,
+    quantisation_from_hf,
+    quantisation_to_hf,
+)
 from longarc.models.moe import Experts
-
-WEIGHTS_FILE = "model.safetensors"
 
 
 def named_tensors(model: Decoder) -> dict[str, Tensor]:
@@ -43,11 +55,7 @@ def named_tensors(model: Decoder) -> dict[str, Tensor]:
 
 def save_weights(model: Decoder, path: Path | str) -> None:
     """Write all weights to one safetensors file, which appears whole or not at all."""
-    path = Path(path)
-    tensors = {name: tensor.contiguous() for name, tensor in named_tensors(model).items()}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, path)
+    write_file(_outgoing(named_tensors(model)), Path(path))
 
 
 def load_weights(model: Decoder, path: Path | str) -> None:
@@ -56,21 +64,51 @@ def load_weights(model: Decoder, path: Path | str) -> None:
     Raises:
         CheckpointError: the file is missing or truncated, or its tensors are not those of the model.
     """
-    _load([Path(path)], model, ignored=())
+    with TensorFiles.of_file(Path(path)) as files:
+        _load(files, model, Quantisation(), ignored=())
 
 
-def save_pretrained_dir(model: Decoder, directory: Path | str) -> None:
-    """Write ``config.json`` and ``model.safetensors`` as ``transformers`` reads them."""
+def save_pretrained_dir(
+    model: Decoder,
+    directory: Path | str,
+    *,
+    experts: Literal["separate", "fused", "int4"] = "separate",
+    int4_group_size: int = 32,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write ``config.json`` and the weights as ``transformers`` reads them.
+
+    Args:
+        model: is written from where it lies; no copy is made.
+        directory: is made if need be.
+        experts: each with its own tensors, as published checkpoints have them; fused, as transformers holds
+            them in memory; or rounded to INT4, with the codes and scales that training with the same group
+            size computes with.
+        int4_group_size: numbers that share a scale; read with ``"int4"`` alone.
+        max_shard_bytes: the size of a file; there are several, and an index, where one is not enough.
+
+    Raises:
+        ConfigError: there are no routed experts that could be rounded.
+        ContractError: the group size does not divide their widths.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(model.config, dtype=str(model.output_weight.dtype).removeprefix("torch."))
+    if experts == "fused":
+        outgoing = _outgoing(model.state_dict())
+    elif experts == "int4":
+        outgoing = _int4_outgoing(model, int4_group_size)
+        config["quantization_config"] = quantisation_to_hf(int4_group_size)
+    else:
+        outgoing = _outgoing(named_tensors(model))
+    write_shards(outgoing, directory, max_shard_bytes=max_shard_bytes)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_weights(model, directory / WEIGHTS_FILE)
 
 
 def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> Decoder:
     """Build the model of a directory that ``transformers`` or ``save_pretrained_dir`` wrote.
 
+    One file or many, experts separate or fused, FP8 blocks and INT4 groups are read, tensor by tensor.
     Tensors of multi-token-prediction layers (behind the last decoder layer) are not read.
 
     Raises:
@@ -78,75 +116,85 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
         ConfigError: the architecture has a feature that LongArc does not build.
     """
     directory = Path(directory)
+    raw = _config(directory)
+    config = config_from_hf(raw)
+    quantisation = quantisation_from_hf(raw)
+    num_extra = int(raw.get("num_nextn_predict_layers") or 0)
+    first = config.num_hidden_layers
+    with TensorFiles.of_directory(directory) as files:
+        model = build_model(config, seed=0, dtype=dtype)
+        _load(
+            files,
+            model,
+            quantisation,
+            ignored=[f"model.layers.{first + i}." for i in range(num_extra)],
+        )
+    return model
+
+
+def _config(directory: Path) -> dict[str, Any]:
     try:
-        raw = json.loads((directory / "config.json").read_bytes())
+        raw: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{directory}/config.json cannot be read: {error}. Give a directory that holds a Hugging "
             f"Face config.json and *.safetensors"
         ) from error
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{directory} holds no *.safetensors file; convert the weights to safetensors first"
+    return raw
+
+
+def _outgoing(tensors: Mapping[str, Tensor]) -> list[Outgoing]:
+    return [
+        Outgoing(name, tensor.nbytes, lambda tensor=tensor: tensor)  # type: ignore[misc]
+        for name, tensor in tensors.items()
+    ]
+
+
+def _int4_outgoing(model: Decoder, group_size: int) -> list[Outgoing]:
+    outgoing: list[Outgoing] = []
+    named = named_tensors(model)
+    for name, tensor in named.items():
+        if is_routed_expert(name):
+            outgoing += int4_outgoing(name, tensor, group_size)
+        else:
+            outgoing += _outgoing({name: tensor})
+    if len(outgoing) == len(named):
+        raise ConfigError(
+            f"a {model.config.family} model has no routed experts to round to INT4; write it without"
         )
-    config = config_from_hf(raw)
-    model = build_model(config, seed=0, dtype=dtype)
-    num_extra = int(raw.get("num_nextn_predict_layers") or 0)
-    first = config.num_hidden_layers
-    _load(files, model, ignored=[f"model.layers.{first + i}." for i in range(num_extra)])
-    return model
+    return outgoing
 
 
-def _load(files: list[Path], model: Decoder, *, ignored: list[str] | tuple[str, ...]) -> None:
-    expected = named_tensors(model)
-    shapes: dict[str, tuple[int, ...]] = {}
-    places: dict[str, Path] = {}
-    for path in files:
-        for name, shape in _shapes(path).items():
-            if not name.startswith(tuple(ignored)):
-                shapes[name], places[name] = shape, path
-    if model.lm_head is None:
-        shapes.pop("lm_head.weight", None)  # some writers repeat the embedding under this name
-    _check(expected, shapes, files[0] if len(files) == 1 else files[0].parent)
-    for path in files:
-        with safe_open(path, framework="pt") as opened, torch.no_grad():
-            for name in shapes:
-                if places[name] == path:
-                    expected[name].copy_(opened.get_tensor(name))
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes; also proves that the file is as long as its header says."""
-    try:
-        with safe_open(path, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"weights file {path} cannot be read: {error}. It is missing, truncated or not a "
-            f"safetensors file; copy it again, or resume from an earlier checkpoint"
-        ) from error
-
-
-def _check(
-    expected: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], where: Path
+def _load(
+    files: TensorFiles, model: Decoder, quantisation: Quantisation, *, ignored: Sequence[str]
 ) -> None:
-    missing = sorted(expected.keys() - found.keys())
+    expected = named_tensors(model)
+    found = {n: s for n, s in files.tensors.items() if not n.startswith(tuple(ignored))}
+    if model.lm_head is None:
+        found.pop("lm_head.weight", None)  # some writers repeat the embedding under this name
+    num_experts: int = getattr(model.config, "n_routed_experts", 0)
+    forms = {name: form_of(name, found, quantisation, num_experts=num_experts) for name in expected}
+    there = {name: form for name, form in forms.items() if form is not None}
+    _refuse_missing(expected, there, files)
+    used = {name for form in there.values() for name in form.names()}
+    for name in sorted(found.keys() - used):
+        raise CheckpointError(
+            f"{files.where} holds {len(found.keys() - used)} tensors this model does not have, the first is "
+            f"{name!r} with shape {list(found[name].shape)}; load it into the model it was made for"
+        )
+    for name, form in there.items():
+        form.check(files, tuple(expected[name].shape))
+    with torch.no_grad():
+        for name, form in there.items():
+            expected[name].copy_(form.read(files))
+
+
+def _refuse_missing(
+    expected: Mapping[str, Tensor], there: Mapping[str, Form], files: TensorFiles
+) -> None:
+    missing = sorted(expected.keys() - there.keys())
     if missing:
         raise CheckpointError(
-            f"{where} lacks {len(missing)} tensors of this model, the first is {missing[0]!r} with shape "
+            f"{files.where} lacks {len(missing)} tensors of this model, the first is {missing[0]!r} with shape "
             f"{list(expected[missing[0]].shape)}; load it into the model it was made for"
         )
-    unexpected = sorted(found.keys() - expected.keys())
-    if unexpected:
-        raise CheckpointError(
-            f"{where} holds {len(unexpected)} tensors this model does not have, the first is "
-            f"{unexpected[0]!r} with shape {list(found[unexpected[0]])}; load it into the model it was "
-            f"made for"
-        )
-    for name, tensor in expected.items():
-        if tuple(tensor.shape) != found[name]:
-            raise CheckpointError(
-                f"tensor {name!r} has shape {list(found[name])} in {where}, but this model needs "
-                f"{list(tensor.shape)}; use the config that the checkpoint was made with"
-            )

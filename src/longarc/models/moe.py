@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Num
 from torch import Tensor, nn
 
+from longarc.algos.int4 import fake_int4
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.models.kernels import mixture as native_mixture
 from longarc.models.kernels import rows as native_rows
@@ -73,19 +74,27 @@ class Experts(nn.Module):
         chosen_Tk: Tensor,
         weight_Tk: Tensor,
         counts_E: Tensor,
+        *,
+        int4_group_size: int | None = None,
     ) -> Float[Tensor, "T hidden"]:
-        """Return for each token the weighted sum of its experts' outputs, in the order of its choice."""
-        if native_for(x, self.gate_up_proj, self.down_proj):
-            return native_mixture.mix_experts(
-                x, chosen_Tk, weight_Tk, self.gate_up_proj, self.down_proj
-            )
+        """Return for each token the weighted sum of its experts' outputs, in the order of its choice.
+
+        With ``int4_group_size`` the experts compute with what INT4 leaves of their weights.
+        """
+        gate_up_proj: Tensor = self.gate_up_proj
+        down_proj: Tensor = self.down_proj
+        if int4_group_size is not None:
+            gate_up_proj = fake_int4(gate_up_proj, int4_group_size)
+            down_proj = fake_int4(down_proj, int4_group_size)
+        if native_for(x, gate_up_proj, down_proj):
+            return native_mixture.mix_experts(x, chosen_Tk, weight_Tk, gate_up_proj, down_proj)
         num_chosen = chosen_Tk.shape[1]
         order = chosen_Tk.flatten().argsort(stable=True)
         sorted_rows = torch.split(x.index_select(0, order // num_chosen), counts_E.tolist())
         outputs = [
             _expert(rows, gate_up, down)
             for rows, gate_up, down in zip(
-                sorted_rows, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True
+                sorted_rows, gate_up_proj.unbind(), down_proj.unbind(), strict=True
             )
         ]
         back = torch.empty_like(order)
@@ -125,12 +134,14 @@ class MixtureOfExperts(nn.Module):
             else None
         )
 
-    def forward(self, x: Float[Tensor, "T hidden"], num_tokens: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Float[Tensor, "T hidden"], num_tokens: int, *, int4_group_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output of each row, and how many of the first ``num_tokens`` rows went to each expert."""
         num_experts = len(self.gate.e_score_correction_bias)
         chosen_Tk, weight_Tk = self.gate(x)
         counts_E = torch.bincount(chosen_Tk.flatten(), minlength=num_experts)
-        output = self.experts(x, chosen_Tk, weight_Tk, counts_E)
+        output = self.experts(x, chosen_Tk, weight_Tk, counts_E, int4_group_size=int4_group_size)
         if self.shared_experts is not None:
             output = output + self.shared_experts(x)
         padding_E = torch.bincount(chosen_Tk[num_tokens:].flatten(), minlength=num_experts)

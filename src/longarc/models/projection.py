@@ -9,7 +9,12 @@ from torch import Tensor
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels import vocabulary as native_vocabulary
 from longarc.models.kernels.native import native_for
-from longarc.models.layers import check_ids, pad_rows, padded_rows
+from longarc.models.layers import ROW_MULTIPLE, check_ids, pad_rows, padded_rows
+
+LOGIT_FLOATS = 1 << 25
+"""Logits that exist at a time where nobody chooses a chunk [numbers]; a few times that is the peak."""
+MAX_CHUNK_TOKENS = 512
+"""Larger chunks are not faster."""
 
 
 def project_logits(
@@ -28,7 +33,7 @@ def token_logprobs(
     targets: Int[Tensor, " tokens"],
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 512,
+    chunk_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
     """Return ``log softmax(hidden weight^T / temperature)`` at the targets.
@@ -41,7 +46,8 @@ def token_logprobs(
         weight: output projection; carries gradient.
         targets: the token whose probability is asked for, per row.
         temperature: of the distribution; above 0.
-        chunk_tokens: rows whose logits exist at a time.
+        chunk_tokens: rows whose logits exist at a time; None takes as many as `LOGIT_FLOATS` allows. The
+            native kernels choose for themselves.
         with_entropy: also return the entropy [nats] of each row's distribution.
 
     Returns:
@@ -58,10 +64,20 @@ def token_logprobs(
         )
         return logprobs, entropy if with_entropy else None
     output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, chunk_tokens, with_entropy
+        hidden,
+        weight,
+        targets,
+        temperature,
+        chunk_tokens or _chunk_tokens(weight.shape[0]),
+        with_entropy,
     )
     logprobs, entropy = output
     return logprobs, entropy if with_entropy else None
+
+
+def _chunk_tokens(vocab_size: int) -> int:
+    whole = LOGIT_FLOATS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE
+    return max(ROW_MULTIPLE, min(MAX_CHUNK_TOKENS, whole))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -83,13 +99,13 @@ class _TokenLogprobs(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             logits = project_logits(hidden[chunk], weight)
             if temperature != 1.0:
-                logits = logits / temperature
+                logits.div_(temperature)
             log_sum[chunk] = logits.logsumexp(dim=1)
             logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - log_sum[chunk]
             if with_entropy:
-                probability = (logits - log_sum[chunk, None]).exp()
+                probability = (logits - log_sum[chunk, None]).exp_()
                 # xlogy's cousin: a banned token has p = 0 and logit -inf, and adds nothing.
-                expected = torch.where(probability > 0, probability * logits, 0.0).sum(dim=1)
+                expected = logits.masked_fill_(probability == 0, 0.0).mul_(probability).sum(dim=1)
                 entropy[chunk] = log_sum[chunk] - expected
         ctx.save_for_backward(hidden, weight, targets, log_sum)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -104,9 +120,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            logits = project_logits(hidden[chunk], weight) / ctx.temperature
+            logits = project_logits(hidden[chunk], weight).div_(ctx.temperature)
             scale = (grad[chunk] / ctx.temperature)[:, None]
-            grad_logits = (logits - log_sum[chunk, None]).exp_().mul_(-scale)
+            grad_logits = logits.sub_(log_sum[chunk, None]).exp_().mul_(-scale)
             grad_logits.scatter_add_(1, targets[chunk, None], scale)
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:

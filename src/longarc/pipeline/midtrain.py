@@ -22,6 +22,8 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
             optimizer=config.optimizer,
             num_steps=config.num_steps,
             micro_batch_tokens=config.micro_batch_tokens,
+            int4_group_size=config.int4_group_size,
+            activations=config.activations,
             attention=loaded.attention,
             router_bias_rate=config.router_bias_rate,
         ),

@@ -10,7 +10,7 @@ from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import PolicyLoss
 from longarc.config.load_object import load_object
 from longarc.config.stages import LossConfig
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.workspace import load_checkpoint
@@ -36,6 +36,8 @@ class PolicyTrainerSpec:
     router_bias_rate: float
     num_threads: int
     advantage: Literal["std", "mean"] = "std"
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """What is kept between forward and backward."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
 
@@ -59,6 +61,7 @@ def build_policy_trainer(
             optimizer=spec.optimizer,
             num_steps=spec.num_steps,
             micro_batch_tokens=spec.micro_batch_tokens,
+            activations=spec.activations,
             temperature=spec.temperature,
             attention=loaded.attention,
             reduction=spec.loss.reduction,

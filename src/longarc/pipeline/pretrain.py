@@ -27,6 +27,8 @@ async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
             optimizer=config.optimizer,
             num_steps=config.num_steps,
             micro_batch_tokens=config.micro_batch_tokens,
+            int4_group_size=config.int4_group_size,
+            activations=config.activations,
             attention="dense",
             router_bias_rate=config.router_bias_rate,
         ),

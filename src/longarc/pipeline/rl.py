@@ -212,6 +212,7 @@ def trainer_spec(
         loss=config.loss,
         num_steps=config.loop.num_steps,
         micro_batch_tokens=config.micro_batch_tokens,
+        activations=config.activations,
         temperature=config.rollout.temperature,
         router_bias_rate=0.0,
         num_threads=recipe.threads if takes_turns(config) else recipe.trainer_threads,

@@ -19,6 +19,8 @@ async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
             optimizer=config.optimizer,
             num_steps=config.num_steps,
             micro_batch_tokens=config.micro_batch_tokens,
+            int4_group_size=config.int4_group_size,
+            activations=config.activations,
             attention=loaded.attention,
             indexer_loss_coeff=config.indexer_loss_coeff if is_sparse else 0.0,
             indexer_stride=config.indexer_stride,

@@ -22,7 +22,7 @@ import torch
 
 from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
@@ -66,6 +66,8 @@ class PolicySettings:
     """Keyword settings of the loss."""
     router_bias_rate: float = 0.0
     """Step of the loss-free expert balancing; 0 in RL."""
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """What is kept between forward and backward; memory, not results."""
     num_token_reports: int = 4
     """Segments per step whose per-token results are reported."""
 
@@ -126,6 +128,7 @@ class PolicyTrainer:
             loss=loss,
             loss_settings=settings.loss_settings,
             teachers=teachers,
+            activations=settings.activations,
         )
         self._add_gradients = gradients(model, self._objective)
         self._optimizer = MuonAdamW(

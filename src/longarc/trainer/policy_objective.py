@@ -21,7 +21,9 @@ from torch import Tensor
 from longarc.algos.distill import distillation_advantages
 from longarc.algos.protocols import LossInputs, PolicyLoss
 from longarc.algos.token_loss import TokenLoss
+from longarc.config.training import ActivationConfig
 from longarc.errors import ConfigError, ContractError, boundary
+from longarc.models.activations import Activations
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.projection import token_logprobs
 from longarc.trainer.freeze import is_indexer, train_only
@@ -91,6 +93,8 @@ class PolicyObjective:
     loss_settings: Mapping[str, float]
     teachers: Mapping[str, Decoder] | None
     """Frozen teacher of each family; None learns from advantages."""
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """What is kept between forward and backward; memory, not results."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -122,9 +126,10 @@ class PolicyObjective:
             ConfigError: a segment is longer than ``micro_batch_tokens``.
         """
         sums = PolicySums()
-        for teacher, own in self._by_teacher(documents):
-            for micro_batch in pack_shared(own, micro_batch_tokens=self.micro_batch_tokens):
-                sums.add(self._add_micro_batch(model, teacher, own, micro_batch))
+        with Activations(self.activations) as activations:
+            for teacher, own in self._by_teacher(documents):
+                for micro_batch in pack_shared(own, micro_batch_tokens=self.micro_batch_tokens):
+                    sums.add(self._add_micro_batch(model, teacher, own, micro_batch, activations))
         return sums
 
     def _by_teacher(
@@ -147,9 +152,13 @@ class PolicyObjective:
         teacher: Decoder | None,
         documents: Sequence[PolicyDocument],
         micro_batch: MicroBatch,
+        activations: Activations,
     ) -> PolicySums:
         output: ForwardOutput = model(
-            micro_batch.token_ids, micro_batch.layout, attention=self.attention
+            micro_batch.token_ids,
+            micro_batch.layout,
+            attention=self.attention,
+            activations=activations,
         )
         policy, entropy = self._logprobs(model, output, micro_batch, with_entropy=True)
         assert entropy is not None

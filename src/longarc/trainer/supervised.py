@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
@@ -41,6 +41,10 @@ class SupervisedSettings:
     """The sparse indexer loss looks at every n-th query."""
     router_bias_rate: float = 1e-3
     """Step of the loss-free expert balancing; 0 turns it off."""
+    int4_group_size: int | None = None
+    """Numbers that share a scale where routed experts are trained as INT4; None trains without rounding."""
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """What is kept between forward and backward; memory, not results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,8 @@ class SupervisedTrainer:
             attention=settings.attention,
             trains_indexer=is_warmup or (is_sparse and settings.indexer_loss_coeff > 0),
             indexer_stride=settings.indexer_stride,
+            int4_group_size=settings.int4_group_size,
+            activations=settings.activations,
         )
         self._add_gradients = gradients(model, objective)
         self._optimizer = MuonAdamW(

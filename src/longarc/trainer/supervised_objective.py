@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from longarc.config.training import ActivationConfig
 from longarc.errors import ContractError
+from longarc.models.activations import Activations
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.projection import token_logprobs
 from longarc.trainer.freeze import is_indexer, train_only
@@ -49,6 +51,10 @@ class SupervisedObjective:
     trains_indexer: bool
     indexer_stride: int
     """The sparse indexer loss looks at every n-th query."""
+    int4_group_size: int | None = None
+    """Numbers that share a scale where routed experts are trained as INT4; None trains without rounding."""
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """What is kept between forward and backward; memory, not results."""
 
     def select_parameters(self, model: Decoder) -> None:
         """Let exactly the parameters that are trained require a gradient."""
@@ -64,13 +70,18 @@ class SupervisedObjective:
             ConfigError: a document is longer than ``micro_batch_tokens``.
         """
         sums = LossSums()
-        for micro_batch in pack_shared(documents, micro_batch_tokens=self.micro_batch_tokens):
-            sums.add(_add_micro_batch(model, self, micro_batch, step))
+        with Activations(self.activations) as activations:
+            for micro_batch in pack_shared(documents, micro_batch_tokens=self.micro_batch_tokens):
+                sums.add(_add_micro_batch(model, self, micro_batch, activations, step))
         return sums
 
 
 def _add_micro_batch(
-    model: Decoder, objective: SupervisedObjective, micro_batch: MicroBatch, step: int
+    model: Decoder,
+    objective: SupervisedObjective,
+    micro_batch: MicroBatch,
+    activations: Activations,
+    step: int,
 ) -> LossSums:
     is_warmup = objective.mode == "indexer_warmup"
     output: ForwardOutput = model(
@@ -79,6 +90,8 @@ def _add_micro_batch(
         attention="dense" if is_warmup else objective.attention,
         indexer_loss="warmup" if is_warmup else "sparse" if objective.trains_indexer else "none",
         indexer_stride=objective.indexer_stride,
+        int4_group_size=objective.int4_group_size,
+        activations=activations,
     )
     total = output.indexer_loss_sum
     lm_loss = 0.0

@@ -50,6 +50,21 @@ def test_the_recipe_as_it_stands_is_accepted():
     ("key", "value", "message"),
     [
         (
+            "stages.pretrain.activations.recomputed_layers",
+            [0, 4],
+            r"'pretrain'.*recomputed_layers: layer 4 does not exist.*layers 0\.\.3",
+        ),
+        (
+            "stages.pretrain.int4_group_size",
+            24,
+            r"'pretrain'.*int4_group_size=24 does not divide model.hidden_size=128",
+        ),
+        (
+            "stages.rl.activations.offloaded_layers",
+            "some",
+            r"offloaded_layers: 'some' chooses no layers; write \"none\"",
+        ),
+        (
             "stages.rl.rollout.max_context_tokens",
             5000,
             r"'rl'.*max_context_tokens=5000.*max_position_embeddings=4096",
@@ -140,4 +155,11 @@ def test_a_warmup_longer_than_its_stage_is_refused(stage):
     tree = copy.deepcopy(RECIPE)
     tree["stages"][stage]["optimizer"] = {"warmup_steps": 999}
     with pytest.raises(ConfigError, match=f"(?s){stage}.*warmup_steps=999"):
+        validated(Recipe, tree, source="recipe")
+
+
+def test_int4_without_experts_is_refused():
+    tree = copy.deepcopy(RECIPE) | {"model": {"family": "llama"}}
+    tree["stages"]["pretrain"]["int4_group_size"] = 32
+    with pytest.raises(ConfigError, match="a llama model has none"):
         validated(Recipe, tree, source="recipe")

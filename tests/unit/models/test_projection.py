@@ -1,7 +1,12 @@
+import os
+
 import pytest
 import torch
 
+from longarc.models import projection
+from longarc.models.kernels import vocabulary
 from longarc.models.projection import token_logprobs
+from peak_memory import measured_alone, peak_bytes
 
 
 def inputs(tokens=23, vocab=11):
@@ -63,3 +68,55 @@ def test_logits_of_all_tokens_never_exist_at_once():
         logprobs, _ = token_logprobs(hidden, weight, targets, chunk_tokens=32, with_entropy=True)
         logprobs.sum().backward()
     assert max(sizes) <= 400 * 6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_weight_too_large_to_be_packed_gives_the_same_numbers(temperature, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(300, 24, generator=generator, requires_grad=True)
+    weight = torch.randn(2600, 24, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 2600, (300,), generator=generator)
+    grad = torch.randn(300, generator=generator)
+    results = []
+    for limit in (1 << 24, 0):
+        monkeypatch.setattr(vocabulary, "PACKED_FLOATS", limit)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets, temperature=temperature, with_entropy=True
+        )
+        results.append([logprobs, entropy, *torch.autograd.grad(logprobs, [hidden, weight], grad)])
+    (logprobs, entropy, grad_hidden, grad_weight), others = results
+    assert torch.equal(others[0], logprobs)
+    assert torch.equal(others[1], entropy)
+    assert torch.equal(others[3], grad_weight)
+    torch.testing.assert_close(others[2], grad_hidden)  # summed slice by slice
+
+
+def test_chunks_shrink_with_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(projection, "LOGIT_FLOATS", 100_000)
+    sizes = [projection._chunk_tokens(vocab) for vocab in (100, 1000, 2000, 1_000_000)]
+    assert sizes == [512, 96, 32, 32]
+
+
+def peak_of_projection(num_tokens, native):
+    """Return the peak [bytes] of forward and backward above inputs and gradients; V = 70,000."""
+    os.environ["LONGARC_NATIVE"] = native
+    hidden = torch.randn(num_tokens, 256, requires_grad=True)
+    weight = torch.randn(70_000, 256, requires_grad=True)
+    targets = torch.zeros(num_tokens, dtype=torch.long)
+
+    def step(rows, vocab):
+        logprobs, _ = token_logprobs(
+            hidden[:rows], weight[:vocab], targets[:rows], with_entropy=True
+        )
+        logprobs.sum().backward()
+
+    step(32, 100)  # loads libraries and kernels
+    hidden.grad = weight.grad = None
+    return peak_bytes(lambda: step(num_tokens, 70_000)) - hidden.nbytes - weight.nbytes
+
+
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "eager"])
+def test_the_peak_does_not_grow_with_tokens_times_vocabulary(native):
+    few, many = (measured_alone(peak_of_projection, n, native) for n in (1000, 4000))
+    assert many < few + 20e6
+    assert many < 4000 * 70_000 * 4 / 3  # the logits alone would be three times as large

@@ -61,3 +61,29 @@ def test_we_read_the_directory_of_transformers_and_compute_the_same(name, tmp_pa
     ours_logits, reference_logits = logits_of_both(ours, reference, make_ids(80))
     assert reference_logits.std() > 0.3
     torch.testing.assert_close(ours_logits, reference_logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options", [{"max_shard_bytes": 20_000}, {"experts": "fused"}], ids=["shards", "fused"]
+)
+def test_transformers_reads_shards_and_fused_experts(options, tmp_path, make_ids):
+    ours = sharpened(build_model(CONFIGS["glm"], seed=6))
+    save_pretrained_dir(ours, tmp_path, **options)
+    reference = reference_class("glm").from_pretrained(tmp_path, local_files_only=True).eval()
+    ours_logits, reference_logits = logits_of_both(ours, reference, make_ids(80))
+    torch.testing.assert_close(ours_logits, reference_logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_we_read_the_shards_of_transformers(tmp_path, make_ids):
+    save_pretrained_dir(build_model(CONFIGS["glm"], seed=1), tmp_path / "config")
+    cls = reference_class("glm")
+    reference = cls.from_pretrained(tmp_path / "config", local_files_only=True).eval()
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    ours = load_pretrained_dir(tmp_path / "theirs")
+    ours_logits, reference_logits = logits_of_both(ours, reference, make_ids(80))
+    torch.testing.assert_close(ours_logits, reference_logits, rtol=0, atol=1e-4)

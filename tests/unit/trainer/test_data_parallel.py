@@ -22,7 +22,7 @@ from trainer_fixtures import (
 )
 
 from longarc.algos import losses
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError, ResourceError
 from longarc.records.metric import combine
 from longarc.trainer.data_parallel import GradientPool
@@ -93,6 +93,20 @@ def test_two_processes_compute_what_one_does(pool, changes, count):
         assert others == pytest.approx(values, rel=1e-9)
     for name, value in tensors.items():
         torch.testing.assert_close(other_tensors[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+def test_the_processes_recompute_and_offload_too(pool, tmp_path):
+    policy = ActivationConfig(
+        recomputed_layers=(1,), offloaded_layers="all", offload_directory=str(tmp_path / "none")
+    )
+    with pytest.raises(ResourceError, match="cannot offload activations"):
+        make_trainer(pool.open, activations=policy).step(documents(count=1))
+    (tmp_path / "none").mkdir()
+    digests = [
+        digest_after(make_trainer(pool.open, activations=activations), documents())
+        for activations in (ActivationConfig(), policy)
+    ]
+    assert digests[0] == digests[1]
 
 
 def policy_trainer(

@@ -21,8 +21,9 @@ from trainer_fixtures import (
 from longarc.algos import losses
 from longarc.algos.advantages import group_advantages
 from longarc.algos.token_loss import TokenLoss
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError, ResourceError
+from longarc.models import offload
 from longarc.models.hf_weights import load_weights
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
@@ -603,3 +604,12 @@ async def test_a_cancelled_step_is_finished_before_anything_is_saved(tmp_path):
     resumed.load(str(checkpoint))
     assert resumed.policy_version == 1
     assert weights_sha256(resumed.model) == expected
+
+
+def test_recomputing_and_offloading_change_no_bit_of_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    hashes = []
+    for policy in ({}, {"recomputed_layers": 2, "offloaded_layers": "all"}):
+        trainer = make_trainer(tmp_path, activations=ActivationConfig(**policy))
+        hashes.append(trainer.take_step(random_batch()).weights_sha256)
+    assert hashes[0] == hashes[1]

@@ -7,8 +7,10 @@ import pytest
 import torch
 from trainer_fixtures import TINY_LLAMA, tiny_model
 
-from longarc.config.training import OptimizerConfig
+from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError
+from longarc.models import offload
+from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
 from longarc.records.metric import combine
@@ -64,6 +66,42 @@ def test_a_report_counts_tokens_steps_and_throughput():
     assert values["train/tokens_per_s"] == 12  # the injected clock ticks once
     assert values["router/max_load"] >= 1
     assert trainer.step(documents()).step == 1
+
+
+def test_experts_are_trained_as_what_int4_leaves_of_them(tmp_path):
+    trainer = make_trainer(int4_group_size=8)
+    rounded = tmp_path / "rounded"
+    save_pretrained_dir(trainer.model, rounded, experts="int4", int4_group_size=8)
+    expected = make_trainer(model=load_pretrained_dir(rounded)).step(documents())
+    assert (
+        combine(trainer.step(documents()).metrics)["loss/lm_nats"]
+        == (combine(expected.metrics)["loss/lm_nats"])
+    )
+    assert (
+        combine(make_trainer().step(documents()).metrics)["loss/lm_nats"]
+        != (combine(expected.metrics)["loss/lm_nats"])
+    )
+
+
+@pytest.mark.parametrize("mode", ["lm", "indexer_warmup"])
+def test_recomputing_and_offloading_change_no_bit_of_the_weights(mode, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    attention = "sparse" if mode == "lm" else "dense"
+    hashes, runs = [], []
+    for activations in (
+        ActivationConfig(),
+        ActivationConfig(recomputed_layers="all", offloaded_layers=(0,)),
+    ):
+        trainer = make_trainer(
+            mode=mode, attention=attention, micro_batch_tokens=64, activations=activations
+        )
+        count = []
+        trainer.model.model.layers[1].register_forward_pre_hook(lambda *_, c=count: c.append(1))
+        trainer.step(documents())
+        hashes.append(weights_sha256(trainer.model))
+        runs.append(len(count))
+    assert hashes[0] == hashes[1]
+    assert runs[1] == 2 * runs[0]
 
 
 @pytest.mark.parametrize(

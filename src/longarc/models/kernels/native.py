@@ -34,7 +34,7 @@ _SIGNATURES: Final = {
     "select": "pipiiippppi",
     "attention": "pipiiiiifpppppppi",
     "attention_backward": "pipiiiiifpppppppppi",
-    "logprobs": "iiipppfpppi",
+    "logprobs": "iiippppfpppi",
     "logprobs_backward": "iiippppfppppi",
     "sample": "iippppppi",
     "llama_rows": "pppi",

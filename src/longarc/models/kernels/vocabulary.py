@@ -12,6 +12,10 @@ from torch import Tensor
 
 from longarc.models.kernels.native import check_ids, required
 
+PACKED_FLOATS = 1 << 24
+"""Weights of up to so many numbers are packed once; larger ones piece by piece, over and over, because a
+packed copy would be as large as the model's largest matrix [numbers]."""
+
 
 def token_logprobs(
     hidden: Float[Tensor, "tokens hidden"],
@@ -43,10 +47,10 @@ class _TokenLogprobs(torch.autograd.Function):
         rows, width = hidden.shape
         logprobs, log_sums = hidden.new_empty(rows), hidden.new_empty(rows)
         entropy = hidden.new_empty(rows if with_entropy else 0)
-        packed = required().packed(weight)
+        packed = required().packed(weight) if weight.numel() <= PACKED_FLOATS else None
         required().call(
             "logprobs",
-            *(rows, weight.shape[0], width, hidden, packed, targets, temperature),
+            *(rows, weight.shape[0], width, hidden, weight, packed, targets, temperature),
             *(logprobs, log_sums, entropy if with_entropy else None, torch.get_num_threads()),
         )
         ctx.save_for_backward(hidden, weight, targets, log_sums, packed)

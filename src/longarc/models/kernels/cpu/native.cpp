@@ -185,43 +185,58 @@ void longarc_attention_backward(const int64_t* runs, int64_t num_runs, const int
         }
 }
 
-// Log-probabilities of targets under softmax(hidden w^T / temperature); entropy may be null.
-void longarc_logprobs(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x, const float* packed,
-                      const int64_t* targets, float temperature, float* logprobs, float* log_sums, float* entropy,
-                      int64_t num_threads) {
-    constexpr int64_t BLOCK = 60;
-    for_rows(num_rows, num_threads, [&](int64_t begin, int64_t total) {
-        thread_local Scratch scratch;
-        float* logits = scratch.floats(BLOCK * vocab);
-        for (int64_t first = begin; first < begin + total; first += BLOCK) {
-            const int64_t count = std::min(BLOCK, begin + total - first);
-            gemm(count, vocab, hidden, x + first * hidden, hidden, packed, logits, vocab);
-            for (int64_t r = 0; r < count; r++) {
-                float* row = logits + r * vocab;
-                const LogSum sum = log_sum_row(row, vocab, temperature);
-                log_sums[first + r] = sum.value;
-                logprobs[first + r] = row[targets[first + r]] - sum.value;
-                if (entropy) entropy[first + r] = sum.value - expected_logit_row(row, vocab, sum.value);
+// Log-probabilities of targets under softmax(hidden w^T / temperature); entropy may be null. `packed` packs w, and is
+// null where that would be a second copy of a large matrix.
+void longarc_logprobs(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x, const float* w,
+                      const float* packed, const int64_t* targets, float temperature, float* logprobs,
+                      float* log_sums, float* entropy, int64_t num_threads) {
+    const auto reduce = [&](float* row, int64_t r) {
+        const LogSum sum = log_sum_row(row, vocab, temperature);
+        log_sums[r] = sum.value;
+        logprobs[r] = row[targets[r]] - sum.value;
+        if (entropy) entropy[r] = sum.value - expected_logit_row(row, vocab, sum.value);
+    };
+    if (packed) {
+        constexpr int64_t BLOCK = 60;
+        for_rows(num_rows, num_threads, [&](int64_t begin, int64_t total) {
+            thread_local Scratch scratch;
+            float* logits = scratch.floats(BLOCK * vocab);
+            for (int64_t first = begin; first < begin + total; first += BLOCK) {
+                const int64_t count = std::min(BLOCK, begin + total - first);
+                gemm(count, vocab, hidden, x + first * hidden, hidden, packed, logits, vocab);
+                for (int64_t r = 0; r < count; r++) reduce(logits + r * vocab, first + r);
             }
-        }
-    });
+        });
+        return;
+    }
+    const LogitBlock block(vocab);
+    for (int64_t first = 0; first < num_rows; first += block.rows) {
+        const int64_t count = std::min(block.rows, num_rows - first);
+        block.product(count, hidden, x + first * hidden, w, num_threads);
+        for_rows(count, num_threads, [&](int64_t begin, int64_t rows) {
+            for (int64_t r = begin; r < begin + rows; r++) reduce(block.logits + r * block.stride, first + r);
+        });
+    }
 }
 
-// Gradients of the log-probabilities: dx is set, dw added to; either may be null. w is plain, `packed` packs it.
+// Gradients of the log-probabilities: dx is set, dw added to; either may be null. `packed` packs w, or is null as above.
 void longarc_logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x, const float* w,
                                const float* packed, const int64_t* targets, float temperature, const float* log_sums,
                                const float* d_logprobs, float* dx, float* dw, int64_t num_threads) {
-    constexpr int64_t BLOCK = 240;
-    const int64_t stride = round_up(vocab, LANES) + LANES;  // no power of two, which would crowd a few cache sets
-    thread_local Scratch logits_scratch, back_scratch;
-    float* logits = logits_scratch.floats(BLOCK * stride);
-    float* back = back_scratch.floats(packed_size(hidden, vocab));
-    if (dx) pack(w, 1, hidden, hidden, vocab, back);
-    for (int64_t first = 0; first < num_rows; first += BLOCK) {
-        const int64_t count = std::min(BLOCK, num_rows - first);
+    const LogitBlock block(vocab);
+    const int64_t stride = block.stride;
+    thread_local Scratch back_scratch;
+    float* back = nullptr;
+    if (dx && packed) {
+        back = back_scratch.floats(packed_size(hidden, vocab));
+        pack(w, 1, hidden, hidden, vocab, back);
+    }
+    for (int64_t first = 0; first < num_rows; first += block.rows) {
+        const int64_t count = std::min(block.rows, num_rows - first);
+        if (!packed) block.product(count, hidden, x + first * hidden, w, num_threads);
         for_rows(count, num_threads, [&](int64_t begin, int64_t rows) {
-            float* part = logits + begin * stride;
-            gemm(rows, vocab, hidden, x + (first + begin) * hidden, hidden, packed, part, stride);
+            float* part = block.logits + begin * stride;
+            if (packed) gemm(rows, vocab, hidden, x + (first + begin) * hidden, hidden, packed, part, stride);
             for (int64_t r = 0; r < rows; r++) {
                 const int64_t row = first + begin + r;
                 const float gradient = d_logprobs[row] / temperature, log_sum = log_sums[row];
@@ -231,11 +246,12 @@ void longarc_logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, 
                 });
                 z[targets[row]] += gradient;
             }
-            if (dx) gemm(rows, hidden, vocab, part, stride, back, dx + (first + begin) * hidden, hidden);
+            if (back) gemm(rows, hidden, vocab, part, stride, back, dx + (first + begin) * hidden, hidden);
         });
+        if (dx && !packed) block.product_back(count, hidden, w, dx + first * hidden, num_threads);
         if (dw)
             for_rows(vocab, num_threads, [&](int64_t begin, int64_t rows) {
-                add_weight_gradient(count, rows, hidden, logits + begin, stride, x + first * hidden, hidden,
+                add_weight_gradient(count, rows, hidden, block.logits + begin, stride, x + first * hidden, hidden,
                                     dw + begin * hidden);
             });
     }

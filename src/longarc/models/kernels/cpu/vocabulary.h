@@ -113,4 +113,50 @@ inline Drawn sample_row(float* logits, int64_t vocab, float temperature, double 
     return {token, logits[token] - sum.value, true};
 }
 
+// The logits of some rows, and products with a weight too large to be packed as a whole: each thread packs
+// slices of its part of the vocabulary, once for all rows of the block.
+struct LogitBlock {
+    static constexpr int64_t MOST_ROWS = 240, MOST_FLOATS = 1 << 25, SLICE = 1024;
+
+    explicit LogitBlock(int64_t vocab)
+        : vocab(vocab),
+          stride(round_up(vocab, LANES) + LANES),  // no power of two, which would crowd a few cache sets
+          rows(std::min(MOST_ROWS, std::max<int64_t>(TILE_ROWS, MOST_FLOATS / stride))) {
+        thread_local Scratch scratch;
+        logits = scratch.floats(rows * stride);
+    }
+
+    // logits = x w^T for `count` rows.
+    void product(int64_t count, int64_t hidden, const float* x, const float* w, int64_t num_threads) const {
+        for_rows(vocab, num_threads, [&](int64_t begin, int64_t total) {
+            thread_local Scratch scratch;
+            float* panels = scratch.floats(packed_size(SLICE, hidden));
+            for (int64_t first = begin; first < begin + total; first += SLICE) {
+                const int64_t columns = std::min(SLICE, begin + total - first);
+                pack(w + first * hidden, hidden, 1, columns, hidden, panels);
+                gemm(count, columns, hidden, x, hidden, panels, logits + first, stride);
+            }
+        });
+    }
+
+    // y = logits w for `count` rows, summed over one slice of the vocabulary after another.
+    void product_back(int64_t count, int64_t hidden, const float* w, float* y, int64_t num_threads) const {
+        for_rows(hidden, num_threads, [&](int64_t begin, int64_t columns) {
+            thread_local Scratch scratch;
+            float* panels = scratch.floats(packed_size(columns, SLICE));
+            for (int64_t first = 0; first < vocab; first += SLICE) {
+                const int64_t size = std::min(SLICE, vocab - first);
+                pack(w + first * hidden + begin, 1, hidden, columns, size, panels);
+                if (first == 0)
+                    gemm(count, columns, size, logits, stride, panels, y + begin, hidden);
+                else
+                    gemm<Store::ADD>(count, columns, size, logits + first, stride, panels, y + begin, hidden);
+            }
+        });
+    }
+
+    const int64_t vocab, stride, rows;
+    float* logits;
+};
+
 }  // namespace longarc

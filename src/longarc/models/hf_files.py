@@ -1,0 +1,197 @@
+"""Safetensors files, one or many: which tensors they hold, and reading and writing them one at a time.
+
+No second copy of a model is ever in memory: what is read is mapped, copied and unmapped again, what is
+written goes out from where it lies, shard by shard.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longarc.errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+"""Of one file, as Hugging Face writes them [bytes]; a single larger tensor has a file of its own."""
+MAPPED_BYTES = 1 << 26
+"""What may be read before a file is mapped anew; pages that were read count as memory until then [bytes]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a file describes it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors spells it: F32, BF16, F8_E4M3, I32, ..."""
+
+
+class TensorFiles:
+    """The tensors of one or several files by name; a context manager."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], where: Path) -> None:
+        self.tensors = tensors
+        self.where = where
+        """The file or the directory, for messages."""
+        self._opened: tuple[Path, Any] | None = None
+        self._num_read_bytes = 0
+
+    @classmethod
+    def of_file(cls, path: Path) -> "TensorFiles":
+        """Look into one file.
+
+        Raises:
+            CheckpointError: it is missing or truncated.
+        """
+        return cls(_stored(path), path)
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "TensorFiles":
+        """Look into the files that an index names, or without one into all there are.
+
+        Raises:
+            CheckpointError: there are none, one is missing or truncated, or index and files disagree.
+        """
+        if (directory / INDEX_FILE).is_file():
+            return cls(_indexed(directory), directory)
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(
+                f"{directory} holds no *.safetensors file; convert the weights to safetensors first"
+            )
+        tensors: dict[str, StoredTensor] = {}
+        for path in paths:
+            for name, stored in _stored(path).items():
+                if name in tensors:
+                    raise CheckpointError(
+                        f"tensor {name!r} is in {tensors[name].path.name} and in {path.name} of "
+                        f"{directory}; remove the file that does not belong there, or add {INDEX_FILE}"
+                    )
+                tensors[name] = stored
+        return cls(tensors, directory)
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor, or one slice along its first dimension; drop it before the next one is read."""
+        stored = self.tensors[name]
+        if self._opened is None or self._opened[0] != stored.path or self._is_worn():
+            self.close()
+            opening: AbstractContextManager[Any] = safe_open(stored.path, framework="pt")
+            self._opened = (stored.path, opening.__enter__())
+        opened = self._opened[1]
+        tensor: Tensor = opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
+        self._num_read_bytes += tensor.nbytes
+        return tensor
+
+    def close(self) -> None:
+        """Unmap the file that was read last."""
+        if self._opened is not None:
+            self._opened[1].__exit__(None, None, None)
+        self._opened = None
+        self._num_read_bytes = 0
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_worn(self) -> bool:
+        return self._num_read_bytes > MAPPED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor to be written."""
+
+    name: str
+    num_bytes: int
+    tensor: Callable[[], Tensor]
+    """Gives it when its shard is written: a view of the model, or something computed only then."""
+
+
+def write_file(tensors: Sequence[Outgoing], path: Path) -> None:
+    """Write tensors to one file, which appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(
+            {tensor.name: tensor.tensor().contiguous() for tensor in tensors},
+            partial,
+            metadata={"format": "pt"},
+        )
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_shards(tensors: Sequence[Outgoing], directory: Path, *, max_shard_bytes: int) -> None:
+    """Write ``model.safetensors``, or shards and their index where that would be larger than a shard."""
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        write_file(shards[0], directory / WEIGHTS_FILE)
+        return
+    place: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_file(shard, directory / name)
+        place.update({tensor.name: name for tensor in shard})
+    index = {
+        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
+        "weight_map": dict(sorted(place.items())),
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:
+    shards: list[list[Outgoing]] = [[]]
+    num_bytes = 0
+    for tensor in tensors:
+        if shards[-1] and num_bytes + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(tensor)
+        num_bytes += tensor.num_bytes
+    return shards
+
+
+def _indexed(directory: Path) -> dict[str, StoredTensor]:
+    try:
+        place = json.loads((directory / INDEX_FILE).read_bytes())["weight_map"]
+        names = sorted(set(place.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory / INDEX_FILE} has no weight_map from tensors to files: {error!r}; copy it again"
+        ) from error
+    held = {name: _stored(directory / name) for name in names}
+    for tensor, name in place.items():
+        if tensor not in held[name]:
+            raise CheckpointError(
+                f"{INDEX_FILE} says that {name} holds {tensor!r}, but it does not; copy both again from "
+                f"where {directory} comes from"
+            )
+    return {tensor: held[name][tensor] for tensor, name in place.items()}
+
+
+def _stored(path: Path) -> dict[str, StoredTensor]:
+    """Read names, shapes and dtypes; also proves that the file is as long as its header says."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(path, tuple(part.get_shape()), str(part.get_dtype()))
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"weights file {path} cannot be read: {error}. It is missing, truncated or not a "
+            f"safetensors file; copy it again, or resume from an earlier checkpoint"
+        ) from error
