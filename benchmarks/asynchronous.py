@@ -141,7 +141,10 @@ def make_recipe(
             loss=LossConfig(
                 path="longarc.algos.losses:double_sided", settings={"low": 0.2, "high": 4.0}
             ),
-            optimizer=OptimizerConfig(lr=options.lr, weight_decay=0.0),
+            # As in recipes/quickstart.toml: the rate falls, so that the last steps do not decide about success.
+            optimizer=OptimizerConfig(
+                lr=options.lr, momentum=0.8, schedule="cosine", weight_decay=0.0
+            ),
             trainer_process=arm.is_async,
             checkpoint_every_steps=options.steps,
         ),
@@ -270,7 +273,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="a finished run")
     parser.add_argument("--stage", default="sft", help="whose final checkpoint all arms start from")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each arm")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each arm")
     parser.add_argument("--groups", type=int, default=8, help="groups in one step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts in one group")
     parser.add_argument("--max-lag", type=int, default=3, help="of the asynchronous arm [steps]")

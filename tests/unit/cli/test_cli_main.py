@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import longarc
 from longarc.cli import main as entry
 from longarc.cli._exit import ExitCode, code_of
 from longarc.errors import (
@@ -87,6 +88,13 @@ def test_an_unknown_command_is_a_usage_error(capsys):
         entry.main(["trian"])
     assert done.value.code == 2
     assert "trian" in capsys.readouterr().err
+
+
+def test_python_dash_m_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "longarc", "--version"], capture_output=True, text=True, check=True
+    )
+    assert longarc.__version__ in done.stdout
 
 
 def test_help_needs_no_torch_and_no_pydantic():
