@@ -134,29 +134,31 @@ class SparseLatentAttention(nn.Module):
     def _sparse(
         self, query_Nnd: Tensor, latent: Tensor, selection: Selection, step: Pass
     ) -> tuple[Tensor, Tensor | None, Selection]:
-        assert selection.rows is not None
+        selected_NS = selection.rows
+        assert selected_NS is not None
         attention_NS: Tensor | None
         if step.flat_runs is not None:
             attended, attention_NS = native_attention.sparse_attention(
                 step.flat_runs,
                 query_Nnd,
                 latent,
-                selection.rows,
+                selected_NS,
                 value_width=self._latent,
                 scale=self._scale,
                 with_mass=step.indexer_loss != "none",
             )
         else:
             attended, attention_NS = sparse_attention(
-                query_Nnd, latent, selection.rows, value_width=self._latent, scale=self._scale
+                query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
             )
-        if selection.indexer_rows is None or attention_NS is None:
+        indexer_rows = selection.indexer_rows
+        if indexer_rows is None or attention_NS is None:
             return attended, None, selection
         selection = replace(selection, attention=(*selection.attention, attention_NS))
         if len(selection.attention) < len(self._served):
             return attended, None, selection
         loss = Indexer.sparse_loss(
-            selection.indexer_rows, selection.rows, selection.attention, stride=step.indexer_stride
+            indexer_rows, selected_NS, selection.attention, stride=step.indexer_stride
         )
         return attended, loss, selection
 
