@@ -4,6 +4,7 @@
   by itself, against ``torch.optim.Muon`` with every one of these matrices as a parameter. Both get the same
   gradients, and the script ends with an error where they move a matrix differently by more than the
   bf16 explains in which ``torch.optim.Muon`` iterates. A second row has the same loop in fp32.
+* IndexShare: what one indexer for the four layers of ``longarc-nano`` saves (model_sharing.py).
 
 The sides of a row take turns, and the best of the repeats counts. Usage:
 python benchmarks/model.py [--repeats 15] [--quick]
@@ -17,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 from common import Table
+from model_sharing import sharing_rows
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
@@ -160,6 +162,7 @@ def main() -> None:
     print(f"one thread, best of {repeats}, load average {os.getloadavg()[0]:.1f}")
     table = Table()
     muon_rows(table, repeats)
+    sharing_rows(table, best_s, repeats)
     table.close()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from safetensors.torch import load_file
 
 from longarc.runs.checkpoint import file_sha256
 from longarc.runs.directory import RunDirectory
@@ -21,6 +22,7 @@ RECIPE = ROOT / "recipes" / "smoke.toml"
 THREADS = min(2, len(os.sched_getaffinity(0)))
 """The recipe has one; with two, most stages have a second process."""
 RUN = ("run", RECIPE, "--set", f"threads={THREADS}")
+LAST_LAYER = "model.layers.2.self_attn"
 SUPERVISED = ("pretrain", "midtrain", "dsa", "sft")
 
 
@@ -87,6 +89,18 @@ def test_an_evaluation_in_parts_stands_in_the_order_of_the_recipe(finished, tmp_
     said = output_of(*asked, "reasoning_rl", "sft")
     rows = [line.split()[0] for line in said.splitlines()[-3:]]
     assert rows == ["sft", "reasoning_rl", "distill"]
+
+
+def test_the_dsa_stage_takes_an_indexer_away_and_a_search_takes_another(finished):
+    run = RunDirectory.look(finished)
+    for stage, has_indexer in (("midtrain", True), ("dsa", False), ("distill", False)):
+        weights = load_file(run.stage(stage).final() / "model.safetensors")
+        assert any(name.startswith(f"{LAST_LAYER}.indexer") for name in weights) == has_indexer
+        assert f"{LAST_LAYER}.q_a_proj.weight" in weights
+    said = output_of(
+        "models", "share", finished, "--stage", "sft", "--keep", "0.3", "--tokens", "512"
+    )
+    assert [line.split()[-1] for line in said.splitlines()[1:3]] == ["FFS", "FSS"]
 
 
 @pytest.mark.parametrize("where", ["reasoning_rl:2", "agentic_rl:3", "distill:1"])

@@ -28,5 +28,4 @@ def shared_index_loss(
     # Hidden before the product: 0 * -inf is NaN.
     log_q = scores.masked_fill(is_hidden, float("-inf")).log_softmax(dim=-1)
     log_q = log_q.masked_fill(is_hidden, 0.0)
-    negative_entropy = torch.xlogy(target, target).sum() / len(target)
-    return negative_entropy - (target.mean(dim=0) * log_q).sum()
+    return (torch.xlogy(target, target).mean(dim=0) - target.mean(dim=0) * log_q).sum()

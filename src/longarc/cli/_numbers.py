@@ -19,6 +19,14 @@ def temperature(text: str) -> float:
     return number
 
 
+def share(text: str) -> float:
+    """Read a share, above 0 and at most 1."""
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a share; more than 0 and at most 1 is")
+    return number
+
+
 def port(text: str) -> int:
     """Read a port number, 0 included."""
     number = int(text)

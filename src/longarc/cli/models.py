@@ -2,6 +2,7 @@
 
 info     count the parameters of a recipe (.toml), a config.json or its directory, a checkpoint or a run
 convert  write a run's stage as a Hugging Face directory that transformers loads
+share    search the layers of a run's stage that can do without an indexer of their own (IndexShare)
 """
 
 import argparse
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from longarc.cli._exit import ExitCode
-from longarc.cli._numbers import positive_int
+from longarc.cli._numbers import positive_int, share
 
-SUMMARY = "count, inspect and convert models"
+SUMMARY = "count, inspect and convert models, and search layers that can share indexers"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,17 +39,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="round the routed experts to INT4, in groups of N numbers: the stage's int4_group_size",
     )
+    convert.add_argument(
+        "--index-topk-pattern",
+        metavar="PATTERN",
+        help="leave the indexers of some layers out: a letter for each layer, F or S, as `share` prints them",
+    )
+    search = actions.add_parser("share", help="search layers that can share indexers")
+    search.add_argument("run_dir", type=Path, metavar="RUN")
+    search.add_argument("--stage", required=True, help="whose final checkpoint; sparse")
+    search.add_argument(
+        "--keep",
+        type=share,
+        default=0.25,
+        metavar="SHARE",
+        help="of the layers that keep an indexer; default 0.25, as in GLM-5.2",
+    )
+    search.add_argument(
+        "--tokens",
+        type=positive_int,
+        default=16384,
+        metavar="N",
+        help="calibration data, drawn from the corpus of the run's last text stage; default 16384",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked."""
     if arguments.action == "info":
         return _info(arguments.source, context_length=arguments.context)
+    if arguments.action == "share":
+        return _share(
+            arguments.run_dir,
+            stage=arguments.stage,
+            keep_frac=arguments.keep,
+            num_tokens=arguments.tokens,
+        )
     return _convert(
         arguments.run_dir,
         arguments.target,
         stage=arguments.stage,
         int4_group_size=arguments.int4_group_size,
+        pattern=arguments.index_topk_pattern,
     )
 
 
@@ -120,11 +151,15 @@ def _read_json_object(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _convert(run_dir: Path, target: Path, *, stage: str, int4_group_size: int | None) -> int:
+def _convert(
+    run_dir: Path, target: Path, *, stage: str, int4_group_size: int | None, pattern: str | None
+) -> int:
     import shutil
 
+    from longarc.config.index_share import kinds_of
     from longarc.errors import CheckpointError, ConfigError
     from longarc.models.hf_weights import save_pretrained_dir
+    from longarc.models.index_share import with_shared_indexers
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
 
@@ -138,12 +173,44 @@ def _convert(run_dir: Path, target: Path, *, stage: str, int4_group_size: int | 
         )
     if int4_group_size is not None and int4_group_size < 1:
         raise ConfigError(f"--int4-group-size {int4_group_size}: a group holds at least one number")
+    model = load_checkpoint(checkpoint).model
+    if pattern is not None:
+        model = with_shared_indexers(model, kinds_of(pattern))
     save_pretrained_dir(
-        load_checkpoint(checkpoint).model,
+        model,
         target,
         experts="separate" if int4_group_size is None else "int4",
         int4_group_size=int4_group_size or 0,
     )
     shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
     print(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
+    return ExitCode.OK
+
+
+def _share(run_dir: Path, *, stage: str, keep_frac: float, num_tokens: int) -> int:
+    """Print each step of the search as it is known, and at last what to write where."""
+    from longarc.cli._recipe import recipe_of_run
+    from longarc.config.index_share import pattern_of
+    from longarc.models.threads import set_compute_threads
+    from longarc.pipeline.sharing import search_run
+    from longarc.runs.directory import RunDirectory
+
+    recipe = recipe_of_run(run_dir)
+    set_compute_threads(recipe.threads)
+    steps = search_run(
+        recipe, RunDirectory.look(run_dir), stage, keep_frac=keep_frac, num_tokens=num_tokens
+    )
+    print("indexers  loss [nats]    change  shared now  pattern")
+    first, pattern = None, ""
+    for step in steps:
+        first = step.loss if first is None else first
+        pattern = pattern_of(step.kinds)
+        layer = "-" if step.layer is None else step.layer
+        print(
+            f"{step.kinds.count('full'):8}  {step.loss:11.4f}  {step.loss - first:+8.4f}  {layer:>10}  {pattern}",
+            flush=True,
+        )
+    print()
+    print(f'To train with it: index_topk_pattern = "{pattern}" in the dsa stage of a recipe.')
+    print(f"To use it as it is: longarc models convert ... --index-topk-pattern {pattern}")
     return ExitCode.OK

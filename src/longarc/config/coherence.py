@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from longarc.config.engine import EngineConfig
-from longarc.config.model import ModelConfig
+from longarc.config.index_share import check_sharing, kinds_of
+from longarc.config.model import GlmMoeDsaConfig, ModelConfig
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
@@ -64,6 +65,17 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
                 f"stage {name!r} converts to sparse attention, but a {model.family} model has no "
                 f"indexer; remove the stage or use model.family = 'glm_moe_dsa'"
             )
+        if isinstance(stage, DsaConfig) and isinstance(model, GlmMoeDsaConfig):
+            _check_sharing(name, model, stage.index_topk_pattern)
+
+
+def _check_sharing(name: str, model: GlmMoeDsaConfig, pattern: str | None) -> None:
+    if pattern is None:
+        return
+    try:
+        check_sharing(model.indexer_kinds, kinds_of(pattern))
+    except ValueError as error:
+        raise ValueError(f"stage {name!r}: index_topk_pattern: {error}") from error
 
 
 def _check_activations(name: str, model: ModelConfig, activations: ActivationConfig) -> None:

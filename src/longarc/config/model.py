@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
 from longarc.config.settings import Settings
 
 
@@ -55,6 +56,16 @@ class GlmMoeDsaConfig(Settings):
     """Lightning-indexer width per head; at least qk_rope_head_dim."""
     index_topk: int = Field(64, ge=1)
     """Keys each query attends to [tokens]; keep it below the contexts in use, or nothing is sparse."""
+    index_topk_freq: int = Field(1, ge=1)
+    """Of so many layers one has an indexer, and the others reuse its selection; 1 gives every layer one,
+    4 in GLM-5.2."""
+    index_skip_topk_offset: int = Field(2, ge=0)
+    """Leading layers that all have an indexer, where index_topk_freq is above 1; 3 in GLM-5.2."""
+    index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
+    """One letter for each layer, instead of the two above: F has an indexer, S reuses the selection of the
+    last F before it. ``longarc models share`` finds one."""
+    indexer_types: tuple[IndexerKind, ...] | None = None
+    """The same as words, as transformers writes it."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-5
@@ -83,6 +94,32 @@ class GlmMoeDsaConfig(Settings):
                 f"{self.n_routed_experts}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _indexers_fit(self) -> Self:
+        check_kinds(self.indexer_kinds, num_layers=self.num_hidden_layers)
+        if self.index_topk_pattern is not None and self.indexer_types is not None:
+            raise ValueError(
+                f"index_topk_pattern={self.index_topk_pattern!r} and indexer_types say the same thing twice; "
+                f"leave one of them out"
+            )
+        return self
+
+    @property
+    def indexer_kinds(self) -> tuple[IndexerKind, ...]:
+        """Whether each layer has an indexer or reuses a selection."""
+        return indexer_kinds(
+            self.num_hidden_layers,
+            frequency=self.index_topk_freq,
+            offset=self.index_skip_topk_offset,
+            pattern=self.index_topk_pattern,
+            types=self.indexer_types,
+        )
+
+    @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """The layers that have an indexer."""
+        return tuple(i for i, kind in enumerate(self.indexer_kinds) if kind == "full")
 
 
 class LlamaConfig(Settings):

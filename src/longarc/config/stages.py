@@ -126,6 +126,9 @@ class DsaConfig(TextStageConfig):
     """Learning rate of the warm-up; GLM-5 report, 2.1.1."""
     indexer_loss_coeff: float = Field(1.0, gt=0)
     """Weight of the indexer's KL in the sparse phase; not published."""
+    index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
+    """Layers that lose their indexer before the stage and reuse a selection instead: a letter for each, F
+    or S, as ``longarc models share`` prints them. None leaves the model as it is."""
     context_tokens: int = Field(1024, ge=16)
     """Length of one document [tokens]."""
     corpus: CorpusConfig = CorpusConfig()

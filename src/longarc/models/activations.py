@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longarc.config.training import ActivationConfig, LayerChoice, chosen_layers
 from longarc.errors import ConfigError
 from longarc.models.offload import OffloadFile
+from longarc.models.selection import Selection
 
 
 class Activations:
@@ -22,7 +23,8 @@ class Activations:
 
     Gradients are bit for bit those of a pass that keeps everything. A recomputed layer runs in the same
     gradient mode, on the same threads and through the same kernels as the first time, all of which are
-    deterministic; so it routes to the same experts and selects the same keys.
+    deterministic; so it routes to the same experts and selects the same keys. A selection that it reuses is
+    not computed again: it was handed in, and is kept like the rows themselves.
     """
 
     def __init__(self, config: ActivationConfig) -> None:
@@ -72,10 +74,30 @@ class Activations:
             raise ConfigError(f"activations.{name}: {error}") from error
 
 
-def _run(layer: nn.Module, *inputs: Any, recomputes: bool, file: OffloadFile | None) -> Any:
+def _run(
+    layer: nn.Module,
+    hidden: Tensor,
+    step: Any,
+    selection: Selection | None,
+    *,
+    recomputes: bool,
+    file: OffloadFile | None,
+) -> Any:
     with nullcontext() if file is None else file.offloaded(layer):
         if not recomputes:
-            return layer(*inputs)
+            return layer(hidden, step, selection)
+        tensors: list[Tensor] = []
+        put_together = None
+        if selection is not None:
+            tensors, put_together = selection.taken_apart()
+
+        # What is kept until backward are the tensors among the arguments, which can be offloaded; what sits
+        # inside other arguments stays in memory.
+        def run_again(hidden: Tensor, *tensors: Tensor) -> Any:
+            return layer(hidden, step, None if put_together is None else put_together(tensors))
+
         # Not reentrant: the first forward must run with gradients on, as the second does, because some
         # parts take another kernel without. Nothing in a layer is random.
-        return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            run_again, hidden, *tensors, use_reentrant=False, preserve_rng_state=False
+        )

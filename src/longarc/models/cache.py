@@ -1,6 +1,7 @@
 """What inference keeps of the tokens it has seen: contiguous rows per slot, one slot per sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
@@ -25,18 +26,38 @@ class SlotCache:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        layers: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
+        """Allocate all rows.
+
+        Args:
+            widths: kinds of rows and their widths.
+            num_layers: of the model.
+            num_slots: sequences.
+            max_length: of a sequence [tokens].
+            dtype: of the rows.
+            device: where they are.
+            layers: which layers have rows of a kind; a kind that is not named is in all.
+        """
         self.num_slots = num_slots
         self.max_length = max_length
+        self._place = places(widths, layers, num_layers=num_layers)
         # Zeros, not uninitialised memory: rows behind a sequence's end are read and masked.
         self._rows = {
-            name: torch.zeros(num_layers, num_slots * max_length, width, dtype=dtype, device=device)
+            name: torch.zeros(
+                len(self._place[name]), num_slots * max_length, width, dtype=dtype, device=device
+            )
             for name, width in widths.items()
         }
 
     def table(self, name: str, layer: int) -> Float[Tensor, "rows width"]:
         """Return all rows of one kind in one layer, slot after slot."""
-        return self._rows[name][layer]
+        return self._rows[name][self._place[name][layer]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows [bytes]."""
+        return sum(rows.nbytes for rows in self._rows.values())
 
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to another, in all layers.
@@ -77,3 +98,13 @@ class SlotCache:
                 f"positions {start}..{stop} of slot {slot} do not fit: the cache holds {self.max_length} "
                 f"tokens per slot. Make it longer, or end the sequence earlier"
             )
+
+
+def places(
+    kinds: Iterable[str], layers: Mapping[str, Sequence[int]], *, num_layers: int
+) -> dict[str, dict[int, int]]:
+    """Return for each kind of rows where among the layers that have it a layer stands."""
+    return {
+        kind: {layer: place for place, layer in enumerate(layers.get(kind, range(num_layers)))}
+        for kind in kinds
+    }

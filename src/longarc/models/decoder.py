@@ -9,6 +9,7 @@ from longarc.models.kernels.decode import NativeGlmMoeDsa
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
+from longarc.models.selection import Selection
 
 
 class GlmMoeDsaLayer(DecoderLayer):
@@ -25,15 +26,18 @@ class GlmMoeDsaLayer(DecoderLayer):
             else MixtureOfExperts(config)
         )
 
-    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
+    def forward(
+        self, hidden: Float[Tensor, "rows hidden"], step: Pass, selection: Selection | None = None
+    ) -> LayerOutput:
         """Apply the layer to all rows."""
-        attended, indexer_loss = self.self_attn(self.input_layernorm(hidden), step)
+        normed = self.input_layernorm(hidden)
+        attended, indexer_loss, selection = self.self_attn(normed, step, selection)
         hidden = hidden + attended
         normed = self.post_attention_layernorm(hidden)
         if isinstance(self.mlp, SwiGLU):
-            return LayerOutput(hidden + self.mlp(normed), indexer_loss)
+            return LayerOutput(hidden + self.mlp(normed), indexer_loss, selection=selection)
         mixed, counts = self.mlp(normed, step.num_tokens, int4_group_size=step.int4_group_size)
-        return LayerOutput(hidden + mixed, indexer_loss, counts)
+        return LayerOutput(hidden + mixed, indexer_loss, counts, selection)
 
 
 class GlmMoeDsa(Decoder):
@@ -53,6 +57,10 @@ class GlmMoeDsa(Decoder):
             "latent": self.config.kv_lora_rank + self.config.qk_rope_head_dim,
             "index_keys": self.config.index_head_dim,
         }
+
+    def cache_layers(self) -> dict[str, tuple[int, ...]]:
+        """Return the layers with indexer keys: those that have an indexer."""
+        return {"index_keys": self.config.indexed_layers}
 
     def rotation(self, positions: Int[Tensor, " rows"]) -> Rotation:
         """Return the interleaved rotation that attention and indexer share."""

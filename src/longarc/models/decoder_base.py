@@ -30,6 +30,7 @@ from longarc.models.layers import RMSNorm, Rotation, check_ids, pad_rows, padded
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
 from longarc.models.projection import project_logits
+from longarc.models.selection import Selection
 
 Attention: TypeAlias = Literal["dense", "sparse"]
 IndexerLoss: TypeAlias = Literal["none", "warmup", "sparse"]
@@ -42,9 +43,10 @@ class ForwardOutput:
     hidden: Float[Tensor, "tokens hidden"]
     """After the final norm."""
     indexer_loss_sum: Float[Tensor, ""]
-    """KL [nats] of indexer against attention, summed over query tokens and layers; carries gradient."""
+    """KL [nats] of indexer against attention, summed over query tokens and indexers, and a mean over the
+    layers that use an indexer; carries gradient."""
     num_indexer_terms: int
-    """Terms of that sum."""
+    """Terms of that sum, query tokens times indexers."""
     expert_counts: Int[Tensor, "moe_layers experts"]
     """Tokens routed to each expert; no rows where the model has no experts."""
 
@@ -84,15 +86,26 @@ class LayerOutput:
 
     hidden: Float[Tensor, "rows hidden"]
     indexer_loss_sum: Float[Tensor, ""] | None = None
+    """KL [nats] of its indexer, or its part of the KL of the indexer whose selection it reuses."""
     expert_counts: Int[Tensor, " experts"] | None = None
+    selection: Selection | None = None
+    """For the next layer; None where that has an indexer of its own."""
 
 
 class DecoderLayer(nn.Module):
     """One layer of a decoder."""
 
     @abstractmethod
-    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
-        """Apply the layer to all rows."""
+    def forward(
+        self, hidden: Float[Tensor, "rows hidden"], step: Pass, selection: Selection | None = None
+    ) -> LayerOutput:
+        """Apply the layer to all rows.
+
+        Args:
+            hidden: residual stream.
+            step: what all layers of the pass share.
+            selection: what the layer before handed over, for a layer without an indexer.
+        """
 
 
 class DecoderStack(nn.Module):
@@ -111,12 +124,13 @@ class DecoderStack(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Run all rows through all layers; return the rows, indexer losses and expert counts."""
         hidden = self.embed_tokens(token_ids)
+        selection: Selection | None = None
         losses, counts = [], []
         layers = self.layers if activations is None else activations.managed(self.layers)
         for layer in layers:
-            output: LayerOutput = layer(hidden, step)
+            output: LayerOutput = layer(hidden, step, selection)
             # The rows themselves are not kept: each layer's would stay in memory until the last has run.
-            hidden = output.hidden
+            hidden, selection = output.hidden, output.selection
             if output.indexer_loss_sum is not None:
                 losses.append(output.indexer_loss_sum)
             if output.expert_counts is not None:
@@ -135,6 +149,10 @@ class Decoder(nn.Module):
     @abstractmethod
     def cache_widths(self) -> dict[str, int]:
         """Return the kinds of rows a token leaves in the cache, and their widths."""
+
+    def cache_layers(self) -> dict[str, tuple[int, ...]]:
+        """Return which layers leave a kind of rows; a kind that is not named is left by all."""
+        return {}
 
     @abstractmethod
     def rotation(self, positions: Int[Tensor, " rows"]) -> Rotation:
@@ -210,7 +228,9 @@ class Decoder(nn.Module):
         return ForwardOutput(
             hidden=hidden[:num_tokens],
             indexer_loss_sum=torch.stack(losses).sum() if losses else hidden.new_zeros(()),
-            num_indexer_terms=len(range(0, num_tokens, stride)) * len(losses),
+            num_indexer_terms=len(range(0, num_tokens, stride)) * self._num_indexers
+            if losses
+            else 0,
             expert_counts=torch.stack(counts)
             if counts
             else hidden.new_zeros((0, 0), dtype=torch.long),
@@ -303,6 +323,7 @@ class Decoder(nn.Module):
             return self._native_cache(num_slots, max_length)
         return SlotCache(
             self.cache_widths(),
+            layers=self.cache_layers(),
             num_layers=len(self.model.layers),
             num_slots=num_slots,
             max_length=max_length,
@@ -324,6 +345,10 @@ class Decoder(nn.Module):
         The table is padded to whole blocks of rows, as in `forward`, so that the same numbers come out.
         """
         return self.rotation(torch.arange(padded_rows(length))).angles
+
+    @property
+    def _num_indexers(self) -> int:
+        return len(self.config.indexed_layers) if isinstance(self.config, GlmMoeDsaConfig) else 0
 
     def _padded(self, rows: Tensor) -> Tensor:
         return pad_rows(rows, padded_rows(len(rows))).to(self.output_weight.device)

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from longarc.config.index_share import indexer_kinds
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
 from longarc.errors import ConfigError
 
@@ -22,6 +23,8 @@ _GLM_FIXED: Mapping[str, Any] = {
     "rope_interleave": True,
     "indexer_rope_interleave": True,
 }
+_SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+"""Which layers have an indexer, where no list says it."""
 _LLAMA_FIXED: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -40,6 +43,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     if isinstance(config, GlmMoeDsaConfig):
         values["num_key_value_heads"] = config.num_attention_heads
         values["head_dim"] = config.qk_rope_head_dim
+        values["indexer_types"] = config.indexer_kinds
         return {**_GLM_FIXED, **values}
     values["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
     return {**_LLAMA_FIXED, **values}
@@ -54,8 +58,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type == "glm_moe_dsa":
         _require(raw, _GLM_FIXED)
-        _require_unshared_indexers(raw)
-        return _parse(GlmMoeDsaConfig, raw)
+        return _parse(GlmMoeDsaConfig, _with_schedule_said_once(raw))
     if model_type == "llama":
         _require(raw, _LLAMA_FIXED)
         return _parse(LlamaConfig, raw)
@@ -106,11 +109,24 @@ def _require(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             )
 
 
-def _require_unshared_indexers(raw: Mapping[str, Any]) -> None:
-    types = raw.get("indexer_types") or ["full"]
-    shared = "shared" in types or "S" in (raw.get("index_topk_pattern") or "")
-    if shared or (raw.get("index_topk_freq") or 1) > 1:
-        raise ConfigError(
-            "config.json shares indexers between layers (indexer_types, index_topk_freq or "
-            "index_topk_pattern); only models with an indexer in every layer are supported"
+def _with_schedule_said_once(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Drop what a list of indexer types, which goes before everything else, says again or overrides.
+
+    transformers writes the list for every model, whatever it was made from.
+    """
+    types = raw.get("indexer_types")
+    if types is None:
+        return raw
+    schedule = {name: raw[name] for name in _SCHEDULE if raw.get(name) is not None}
+    try:
+        said = indexer_kinds(
+            raw["num_hidden_layers"],
+            frequency=schedule.get("index_topk_freq", 1),
+            offset=schedule.get("index_skip_topk_offset", 2),
+            pattern=schedule.get("index_topk_pattern"),
         )
+        repeated = said == tuple(types)
+    except (TypeError, KeyError, ZeroDivisionError):
+        return raw  # which the settings refuse, naming the field
+    dropped = ("indexer_types",) if repeated else _SCHEDULE
+    return {name: value for name, value in raw.items() if name not in dropped}

@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from longarc.config.index_share import IndexerKind, indexer_kinds
+
 
 class Shape(BaseModel):
     """Fields that all families have; a config.json holds many more that nothing here depends on."""
@@ -124,7 +126,7 @@ class IndexedShape(LatentShape):
     index_topk_freq: PositiveInt = 1
     index_skip_topk_offset: NonNegativeInt = 2
     index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
-    indexer_types: tuple[Literal["full", "shared"], ...] | None = None
+    indexer_types: tuple[IndexerKind, ...] | None = None
 
     @model_validator(mode="after")
     def _patterns_are_whole(self) -> "IndexedShape":
@@ -134,17 +136,15 @@ class IndexedShape(LatentShape):
 
     @property
     def num_indexers(self) -> int:
-        """Layers with an indexer of their own; the others reuse the selection of the last such layer.
-
-        Without a list or a pattern: the first ``index_skip_topk_offset`` layers, then every
-        ``index_topk_freq``-th. Source: IndexCache, arXiv:2603.12201.
-        """
-        if self.indexer_types is not None:
-            return self.indexer_types.count("full")
-        if self.index_topk_pattern is not None:
-            return self.index_topk_pattern.count("F")
-        first = min(self.index_skip_topk_offset, self.num_hidden_layers)
-        return first + (self.num_hidden_layers - first) // self.index_topk_freq
+        """Layers with an indexer of their own; the others reuse the selection of the last such layer."""
+        kinds = indexer_kinds(
+            self.num_hidden_layers,
+            frequency=self.index_topk_freq,
+            offset=self.index_skip_topk_offset,
+            pattern=self.index_topk_pattern,
+            types=self.indexer_types,
+        )
+        return kinds.count("full")
 
 
 class MoeGroupedShape(GroupedShape, ExpertShape):

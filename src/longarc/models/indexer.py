@@ -4,9 +4,10 @@ Source: GLM-5, arXiv:2602.15763, section 3.2; DeepSeek-V3.2 (DSA). Tensor names 
 Hugging Face ``GlmMoeDsa``: in each index head the rotated dimensions come first.
 
 Shape letters: T padded rows, N queries, Q queries of one block, j index heads, i index width,
-P positions, S selected keys, R rows of the key table.
+P positions, S selected keys, R rows of the key table, L layers that use one selection.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from longarc.algos.index_share import shared_index_loss
 from longarc.algos.selection import NO_KEY, select_keys
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.models.kernels import attention as native_attention
@@ -149,40 +151,43 @@ class Indexer(nn.Module):
             num_selected=self._num_selected,
         )
 
+    @staticmethod
     def sparse_loss(
-        self,
         rows: IndexerRows,
         selected_NS: Int[Tensor, "N S"],
-        attention_NS: Float[Tensor, "N S"],
+        attention: Sequence[Float[Tensor, "N S"]],
         *,
         stride: int = 1,
     ) -> Float[Tensor, ""]:
         """Sum over every ``stride``-th query ``KL(p || softmax of I)``, both over the selected keys.
 
-        Source: GLM-5, section 3.2; DeepSeek-V3.2, equation 4.
+        A mean over the layers that use the selection. Source: GLM-5, section 3.2; DeepSeek-V3.2, equation 4;
+        IndexCache, section 3.2.
 
         Args:
             rows: of all tokens; carries gradient.
             selected_NS: rows of the packed tokens.
-            attention_NS: attention probabilities summed over heads; constant.
+            attention: of each layer, probabilities summed over heads; constant.
             stride: how many queries there are for each one that is looked at.
         """
         query, weight = (
             rows.query[: len(selected_NS) : stride],
             rows.weight[: len(selected_NS) : stride],
         )
-        selected_NS, attention_NS = selected_NS[::stride], attention_NS[::stride]
-        size = max(1, SCORED_FLOATS // (selected_NS.shape[1] * self._width))
+        selected_NS = selected_NS[::stride]
+        attention = [attention_NS[::stride] for attention_NS in attention]
+        size = max(1, SCORED_FLOATS // (selected_NS.shape[1] * rows.key.shape[1]))
         total = rows.key.new_zeros(())
         for start in range(0, len(selected_NS), size):
             block = slice(start, start + size)
+            attention_LQS = torch.stack([attention_NS[block] for attention_NS in attention])
             total = total + _gathered_kl(
-                query[block], weight[block], rows.key, selected_NS[block], attention_NS[block]
+                query[block], weight[block], rows.key, selected_NS[block], attention_LQS
             )
         return total
 
+    @staticmethod
     def warmup_loss(
-        self,
         rows: IndexerRows,
         run: QueryRun,
         attention_QP: Float[Tensor, "Q P"],
@@ -242,11 +247,11 @@ def _full_precision(x: Tensor) -> Tensor:
 
 
 def _gathered_kl(
-    query: Tensor, weight: Tensor, key_Ri: Tensor, selected_QS: Tensor, attention_QS: Tensor
+    query: Tensor, weight: Tensor, key_Ri: Tensor, selected_QS: Tensor, attention_LQS: Tensor
 ) -> Tensor:
     keys_QSi = F.embedding(selected_QS.clamp_min(0), key_Ri)
     scores_QS = index_scores_batched(query, weight, keys_QSi)
-    return _kl_sum(attention_QS, scores_QS, selected_QS < 0)
+    return shared_index_loss(attention_LQS, scores_QS, selected_QS < 0)
 
 
 def _full_kl(
@@ -254,11 +259,4 @@ def _full_kl(
 ) -> Tensor:
     scores_QP = index_scores(query, weight, key_Pi)
     hidden_QP = torch.ones_like(scores_QP, dtype=torch.bool).triu(first_position + 1)
-    return _kl_sum(attention_QP, scores_QP, hidden_QP)
-
-
-def _kl_sum(attention: Tensor, scores: Tensor, hidden: Tensor) -> Tensor:
-    """Sum ``p (log p - log q)`` over visible keys; p is normalised, q is the softmax of the scores."""
-    target = attention / attention.sum(dim=-1, keepdim=True)
-    log_q = scores.masked_fill(hidden, float("-inf")).log_softmax(dim=-1).masked_fill(hidden, 0.0)
-    return (torch.xlogy(target, target) - target * log_q).sum()
+    return shared_index_loss(attention_QP[None], scores_QP, hidden_QP)

@@ -16,6 +16,7 @@ from longarc.models.decoder_base import (
 from longarc.models.kernels import attention as native_attention
 from longarc.models.kernels.decode import NativeLlama
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
+from longarc.models.selection import Selection
 
 
 def head_width(config: LlamaConfig) -> int:
@@ -68,7 +69,9 @@ class LlamaLayer(DecoderLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
+    def forward(
+        self, hidden: Float[Tensor, "rows hidden"], step: Pass, selection: Selection | None = None
+    ) -> LayerOutput:
         """Apply the layer to all rows."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
         return LayerOutput(hidden + self.mlp(self.post_attention_layernorm(hidden)))

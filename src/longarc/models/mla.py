@@ -12,13 +12,16 @@ Source: DeepSeek-V2, arXiv:2405.04434; GLM-5, arXiv:2602.15763, section 3. Shape
 rows, N tokens, n heads, c latent width, r rotated width, p unrotated width, v value width.
 """
 
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longarc.config.index_share import layers_served
 from longarc.config.model import GlmMoeDsaConfig
+from longarc.errors import ContractError
 from longarc.models.attention import dense_attention, sparse_attention
 from longarc.models.decoder_base import Pass, with_padding
 from longarc.models.indexer import SCORED_FLOATS, Indexer, IndexerRows
@@ -26,14 +29,18 @@ from longarc.models.kernels import attention as native_attention
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
 from longarc.models.layers import Linear, RMSNorm
+from longarc.models.selection import Selection
 
 
 class SparseLatentAttention(nn.Module):
-    """MLA whose keys the indexer selects."""
+    """MLA over keys that its indexer selects or, without one, that of a layer before it."""
+
+    indexer: Indexer | None
 
     def __init__(self, config: GlmMoeDsaConfig, layer: int) -> None:
         super().__init__()
         self._layer = layer
+        self._served = layers_served(config.indexer_kinds, layer)
         self._num_heads = config.num_attention_heads
         self._nope, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self._latent, self._value = config.kv_lora_rank, config.v_head_dim
@@ -49,12 +56,25 @@ class SparseLatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(self._latent, eps=latent_eps)
         self.kv_b_proj = Linear(self._latent, heads * (self._nope + self._value))
         self.o_proj = Linear(heads * self._value, hidden)
-        self.indexer = Indexer(config)
+        self.indexer = Indexer(config) if layer == self._served.start else None
 
     def forward(
-        self, x: Float[Tensor, "T hidden"], step: Pass
-    ) -> tuple[Float[Tensor, "T hidden"], Float[Tensor, ""] | None]:
-        """Return the attention output and, where asked for, the indexer's loss summed over tokens."""
+        self, x: Float[Tensor, "T hidden"], step: Pass, selection: Selection | None = None
+    ) -> tuple[Float[Tensor, "T hidden"], Float[Tensor, ""] | None, Selection | None]:
+        """Attend.
+
+        Args:
+            x: normed residual stream.
+            step: what all layers share.
+            selection: what the layer before handed over; not read where there is an indexer.
+
+        Returns:
+            The output; where asked for, the indexer's loss summed over tokens; and the selection for the next
+            layer, None where that has its own.
+
+        Raises:
+            ContractError: a selection is needed and was not given.
+        """
         num_tokens = step.num_tokens
         w_k_npc, w_v_nvc = torch.split(
             self.kv_b_proj.weight.view(self._num_heads, -1, self._latent),
@@ -65,12 +85,22 @@ class SparseLatentAttention(nn.Module):
         query_Tnd = self._absorbed_query(q_latent, w_k_npc, step)
         latent = step.table("latent", self._layer, self._latent_rows(x, step)[:num_tokens])
 
+        query_Nnd = query_Tnd[:num_tokens]
+        if self.indexer is not None:
+            selection = self._select(self.indexer, x, q_latent, step)
+        elif selection is None:
+            raise ContractError(
+                f"layer {self._layer} reuses the selection of layer {self._served.start}, which was not handed to "
+                f"it; run the layers in order, and begin with one that has an indexer"
+            )
         if step.attention == "dense":
-            attended_Nnc, loss = self._dense(x, q_latent, query_Tnd[:num_tokens], latent, step)
+            attended_Nnc, loss = self._dense(query_Nnd, latent, selection, step)
         else:
-            attended_Nnc, loss = self._sparse(x, q_latent, query_Tnd[:num_tokens], latent, step)
+            attended_Nnc, loss, selection = self._sparse(query_Nnd, latent, selection, step)
         value_Tnv = _per_head(with_padding(attended_Nnc, x), w_v_nvc)
-        return self.o_proj(value_Tnv.flatten(1)), loss
+        # The last layer of a selection lets go of it; another one would keep it until backward.
+        is_last = self._layer == self._served[-1]
+        return self.o_proj(value_Tnv.flatten(1)), loss, None if is_last else selection
 
     def _absorbed_query(self, q_latent: Tensor, w_k_npc: Tensor, step: Pass) -> Tensor:
         nope_Tnp, rope_Tnr = (
@@ -86,11 +116,27 @@ class SparseLatentAttention(nn.Module):
         rotated = step.rotation.apply(k_rope[:, None])[:, 0]
         return torch.cat([self.kv_a_layernorm(c), rotated], dim=-1)
 
+    def _select(self, indexer: Indexer, x: Tensor, q_latent: Tensor, step: Pass) -> Selection:
+        """Let the indexer choose; with a graph only where its loss is asked for."""
+        needs_loss = step.indexer_loss != "none"
+        if step.attention == "dense" and not needs_loss:
+            return Selection()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_loss):
+            rows = indexer.project(x, q_latent, step.rotation)
+            n = step.num_tokens
+            rows = IndexerRows(rows.query[:n], rows.key[:n], rows.weight[:n])
+        table = step.table("index_keys", self._layer, rows.key)
+        selected_NS = None
+        if step.attention == "sparse":
+            selected_NS = indexer.select(rows, table, step.plan, step.flat_runs)
+        return Selection(selected_NS, rows if needs_loss else None)
+
     def _sparse(
-        self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
-    ) -> tuple[Tensor, Tensor | None]:
-        rows, table = self._indexer_rows(x, q_latent, step)
-        selected_NS = self.indexer.select(rows, table, step.plan, step.flat_runs)
+        self, query_Nnd: Tensor, latent: Tensor, selection: Selection, step: Pass
+    ) -> tuple[Tensor, Tensor | None, Selection]:
+        selected_NS = selection.rows
+        assert selected_NS is not None
+        attention_NS: Tensor | None
         if step.flat_runs is not None:
             attended, attention_NS = native_attention.sparse_attention(
                 step.flat_runs,
@@ -105,14 +151,19 @@ class SparseLatentAttention(nn.Module):
             attended, attention_NS = sparse_attention(
                 query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
             )
-        if step.indexer_loss == "none" or attention_NS is None:
-            return attended, None
-        return attended, self.indexer.sparse_loss(
-            rows, selected_NS, attention_NS, stride=step.indexer_stride
+        indexer_rows = selection.indexer_rows
+        if indexer_rows is None or attention_NS is None:
+            return attended, None, selection
+        selection = replace(selection, attention=(*selection.attention, attention_NS))
+        if len(selection.attention) < len(self._served):
+            return attended, None, selection
+        loss = Indexer.sparse_loss(
+            indexer_rows, selected_NS, selection.attention, stride=step.indexer_stride
         )
+        return attended, loss, selection
 
     def _dense(
-        self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
+        self, query_Nnd: Tensor, latent: Tensor, selection: Selection, step: Pass
     ) -> tuple[Tensor, Tensor | None]:
         key_R1d = latent[:, None]
         if step.flat_runs is not None:
@@ -128,9 +179,9 @@ class SparseLatentAttention(nn.Module):
             # The rotated dimensions ride along as values: SDPA wants keys and values of one width.
             attended = dense_attention(query_Nnd, key_R1d, key_R1d, step.plan, scale=self._scale)
             attended = attended[..., : self._latent]
-        if step.indexer_loss == "none":
+        rows = selection.indexer_rows
+        if rows is None:
             return attended, None
-        rows, _ = self._indexer_rows(x, q_latent, step)
         losses = []
         blocks = chain.from_iterable(
             run.blocks(max(1, SCORED_FLOATS // (self._num_heads * run.num_keys)))
@@ -144,16 +195,9 @@ class SparseLatentAttention(nn.Module):
                     block.first_position + 1
                 )
                 attention_QP = score_nQP.masked_fill(future, float("-inf")).softmax(-1).sum(0)
-            losses.append(self.indexer.warmup_loss(rows, block, attention_QP))
-        return attended, torch.stack(losses).sum()
-
-    def _indexer_rows(self, x: Tensor, q_latent: Tensor, step: Pass) -> tuple[IndexerRows, Tensor]:
-        """Compute the indexer's rows and table; with a graph only where its loss is asked for."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and step.indexer_loss != "none"):
-            rows = self.indexer.project(x, q_latent, step.rotation)
-            n = step.num_tokens
-            rows = IndexerRows(rows.query[:n], rows.key[:n], rows.weight[:n])
-        return rows, step.table("index_keys", self._layer, rows.key)
+            losses.append(Indexer.warmup_loss(rows, block, attention_QP))
+        # Dense attention is too large to hand on, so each layer adds its own part of the mean.
+        return attended, torch.stack(losses).sum() / len(self._served)
 
 
 def _per_head(x_Tna: Tensor, weight_nba: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 First only the indexer learns, to point where dense attention looks (``warmup_steps``); then the whole
 model trains on the keys that the indexer selects, and the indexer goes on learning from those
-(``num_steps``). Source: GLM-5 report (arXiv:2602.15763), section 2.1.1.
+(``num_steps``). Layers may share indexers from here on (IndexShare): an indexer then learns from the
+attention of all layers that use its selection. Source: GLM-5 report (arXiv:2602.15763), section 2.1.1.
 """
 
+from longarc.config.index_share import kinds_of
 from longarc.config.stages import DsaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
+from longarc.models.index_share import with_shared_indexers
 from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.midtrain import supports_sparse
 from longarc.pipeline.supervised import train_supervised
@@ -20,7 +23,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
     """Warm the indexer up, then train sparsely.
 
     Raises:
-        ConfigError: the model has no indexer.
+        ConfigError: the model has no indexer, or indexers that do not fit the pattern.
     """
     loaded = workspace.load(workspace.input_checkpoint(stage))
     if not supports_sparse(loaded.model):
@@ -28,6 +31,9 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
             f"stage {stage!r} converts to sparse attention, but a {loaded.model.config.family} model has no "
             f"indexer; remove the stage or use family = 'glm_moe_dsa'"
         )
+    model = loaded.model
+    if config.index_topk_pattern is not None:
+        model = with_shared_indexers(model, kinds_of(config.index_topk_pattern))
     seed = workspace.recipe.seed + 2
     documents = text_and_demonstrations(workspace, stage, config, seed=seed)
     version = loaded.manifest.policy_version
@@ -47,7 +53,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
                 attention="dense",
                 router_bias_rate=0.0,
             ),
-            model=loaded.model,
+            model=model,
             policy_version=version,
             documents=documents,
             is_last_phase=False,
@@ -66,7 +72,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
             indexer_loss_coeff=config.indexer_loss_coeff,
             router_bias_rate=config.router_bias_rate,
         ),
-        model=loaded.model,
+        model=model,
         policy_version=version,
         documents=lambda step: documents(config.warmup_steps + step),
         first_step=config.warmup_steps,

@@ -19,6 +19,7 @@ from longarc.runs.checkpoint import file_sha256
 NANO = GlmMoeDsaConfig(
     vocab_size=64, index_topk=16, max_position_embeddings=256, initializer_range=0.2
 )
+SHARED = NANO.model_copy(update={"index_topk_pattern": "FSSF"})
 LLAMA = LlamaConfig(
     vocab_size=64, hidden_size=48, max_position_embeddings=256, initializer_range=0.2
 )
@@ -52,7 +53,7 @@ def trainer_logprobs(model, ids, *, temperature=1.0):
     return token_logprobs(hidden[:-1], model.output_weight, ids[1:], temperature=temperature)[0]
 
 
-@pytest.mark.parametrize("config", [NANO, LLAMA])
+@pytest.mark.parametrize("config", [NANO, SHARED, LLAMA])
 async def test_reported_logprobs_are_the_ones_a_trainer_computes(config):
     prompt = list(range(1, 41))
     async with make_engine(config) as engine:

@@ -16,7 +16,19 @@ def llama() -> Decoder:
     return sharpened(build_model(small_llama(), seed=3))
 
 
-@pytest.fixture(params=["glm", "llama"])
+@pytest.fixture
+def shared_glm() -> Decoder:
+    """Layers 1, 2 and 4 have no indexer."""
+    config = small_glm(num_hidden_layers=5, index_topk_pattern="FSSFS")
+    return sharpened(build_model(config, seed=3))
+
+
+@pytest.fixture(params=["glm", "shared_glm"])
+def indexed(request) -> Decoder:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["glm", "shared_glm", "llama"])
 def decoder(request) -> Decoder:
     return request.getfixturevalue(request.param)
 

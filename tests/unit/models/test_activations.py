@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -6,6 +9,7 @@ from longarc.errors import ConfigError, ContractError, ResourceError
 from longarc.models import offload
 from longarc.models.activations import Activations
 from longarc.models.build import build_model
+from longarc.models.indexer import Indexer
 from longarc.models.layout import Layout, Span
 from model_cases import sharpened, small_glm, small_llama
 from peak_memory import measured_alone, peak_bytes
@@ -64,12 +68,44 @@ def are_equal(left, right):
     ids=["sparse and indexer", "sparse", "warm-up"],
 )
 def test_gradients_are_those_of_keeping_everything_bit_for_bit(
-    glm, policy, native, options, monkeypatch
+    indexed, policy, native, options, monkeypatch
 ):
     monkeypatch.setenv("LONGARC_NATIVE", native)
-    kept = gradients(glm, ActivationConfig(), **options)
+    kept = gradients(indexed, ActivationConfig(), **options)
     assert any("indexer" in name for name in kept[0]) == ("indexer_loss" in options)
-    assert are_equal(kept, gradients(glm, ActivationConfig(**policy), **options))
+    assert are_equal(kept, gradients(indexed, ActivationConfig(**policy), **options))
+
+
+@pytest.mark.parametrize(("layers", "num_selections"), [((1, 2), 2), ((0, 2, 4), 3), ("all", 4)])
+def test_a_layer_without_an_indexer_is_recomputed_with_what_it_was_given(
+    shared_glm, monkeypatch, layers, num_selections
+):
+    selections = []
+    select = Indexer.select
+    monkeypatch.setattr(
+        Indexer, "select", lambda *call: selections.append(select(*call)) or selections[-1]
+    )
+    given = []
+    shared_glm.model.layers[2].register_forward_pre_hook(lambda *call: given.append(call[1][2]))
+    options = {"attention": "sparse", "indexer_loss": "sparse"}
+    gradients(shared_glm, ActivationConfig(recomputed_layers=layers), **options)
+    assert len(selections) == num_selections
+    assert len(given) == 2
+    assert given[1].rows.data_ptr() == given[0].rows.data_ptr() == selections[0].data_ptr()
+
+
+def test_a_selection_goes_to_the_file_with_the_rest(shared_glm):
+    held = []
+    shared_glm.model.layers[0].register_forward_hook(
+        lambda *call: held.append(weakref.ref(call[-1].selection.rows))
+    )
+    ids = torch.randint(0, 64, (180,), generator=torch.Generator().manual_seed(1))
+    config = ActivationConfig(offloaded_layers="all", recomputed_layers="all")
+    with Activations(config) as activations:
+        output = shared_glm(ids, LAYOUT, indexer_loss="sparse", activations=activations)
+        gc.collect()
+        assert held[0]() is None
+        (output.hidden.sum() + output.indexer_loss_sum).backward()
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())

@@ -109,6 +109,8 @@ def test_sparse_attention_reads_at_most_its_selection_and_the_indexer_everything
         small_glm(n_shared_experts=0),
         small_glm(n_shared_experts=2, first_k_dense_replace=0),
         small_glm(first_k_dense_replace=9),
+        small_glm(index_topk_pattern="FSS"),
+        small_glm(index_topk_freq=2),
         small_llama(),
         small_llama(tie_word_embeddings=True, head_dim=12),
     ],
@@ -120,8 +122,10 @@ def test_our_own_models_have_as_many_parameters(settings):
     census = take_census(config_to_hf(settings, dtype="float32"))
     assert census.num_parameters == sum(p.numel() for p in model.parameters())
     assert census.anatomy.num_router_biases == sum(b.numel() for b in model.buffers())
-    widths = sum(model.cache_widths().values()) * settings.num_hidden_layers
-    assert sum(census.anatomy.cache.values()) == widths
+    every, some = range(settings.num_hidden_layers), model.cache_layers()
+    assert sum(census.anatomy.cache.values()) == sum(
+        width * len(some.get(kind, every)) for kind, width in model.cache_widths().items()
+    )
 
 
 EXPERTS = {

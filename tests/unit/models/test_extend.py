@@ -34,17 +34,22 @@ def replay_in_random_company(model, documents, *, seed, max_length=96):
     return [torch.cat(pieces) for pieces in hidden]
 
 
-def test_sparse_decoding_in_any_company_is_bitwise_one_forward_pass(glm, make_ids):
+@pytest.mark.parametrize("path", ["native", "eager"])
+def test_sparse_decoding_in_any_company_is_bitwise_one_forward_pass(
+    indexed, make_ids, path, monkeypatch
+):
+    if path == "eager":
+        monkeypatch.setenv("LONGARC_NATIVE", "0")
     documents = [make_ids(length) for length in (90, 61, 33, 14, 1)]
-    packed = glm(torch.cat(documents), Layout.documents(map(len, documents))).hidden
-    replayed = torch.cat(replay_in_random_company(glm, documents, seed=4))
+    packed = indexed(torch.cat(documents), Layout.documents(map(len, documents))).hidden
+    replayed = torch.cat(replay_in_random_company(indexed, documents, seed=4))
 
     assert torch.equal(replayed, packed)
 
     targets = make_ids(len(packed))
-    trained, _ = token_logprobs(packed, glm.output_weight, targets, temperature=0.7)
+    trained, _ = token_logprobs(packed, indexed.output_weight, targets, temperature=0.7)
     sampled = [
-        token_logprobs(h, glm.output_weight, t, temperature=0.7, chunk_tokens=3)[0]
+        token_logprobs(h, indexed.output_weight, t, temperature=0.7, chunk_tokens=3)[0]
         for h, t in zip(replayed.split(11), targets.split(11), strict=True)
     ]
     assert torch.equal(torch.cat(sampled), trained)
@@ -63,14 +68,15 @@ def test_dense_decoding_in_any_company_agrees_with_one_forward_pass(
     torch.testing.assert_close(replayed, packed, rtol=0, atol=0.0 if native() else 1e-6)
 
 
-def test_a_glm_model_decodes_dense_too(glm, make_ids):
+def test_a_glm_model_decodes_dense_too(indexed, make_ids):
     ids = make_ids(40)
-    cache = glm.new_cache(2, 64)
-    first = glm.extend(ids[:30], [1], [0], [30], cache, attention="dense")
+    cache = indexed.new_cache(2, 64)
+    first = indexed.extend(ids[:30], [1], [0], [30], cache, attention="dense")
     rest = [
-        glm.extend(ids[t : t + 1], [1], [t], [1], cache, attention="dense") for t in range(30, 40)
+        indexed.extend(ids[t : t + 1], [1], [t], [1], cache, attention="dense")
+        for t in range(30, 40)
     ]
-    packed = glm(ids, Layout.documents([40]), attention="dense").hidden
+    packed = indexed(ids, Layout.documents([40]), attention="dense").hidden
     torch.testing.assert_close(torch.cat([first, *rest]), packed, rtol=0, atol=1e-5)
 
 

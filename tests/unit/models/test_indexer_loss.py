@@ -15,22 +15,24 @@ def is_indexer(name):
 
 
 @pytest.mark.parametrize(("attention_mode", "loss"), MODES)
-def test_the_language_loss_never_reaches_the_indexer(glm, make_ids, attention_mode, loss):
-    output = glm(make_ids(40), Layout.documents([40]), attention=attention_mode, indexer_loss=loss)
+def test_the_language_loss_never_reaches_the_indexer(indexed, make_ids, attention_mode, loss):
+    layout = Layout.documents([40])
+    output = indexed(make_ids(40), layout, attention=attention_mode, indexer_loss=loss)
     output.hidden.square().sum().backward()
-    for name, parameter in glm.named_parameters():
+    for name, parameter in indexed.named_parameters():
         if is_indexer(name):
             assert parameter.grad is None or not parameter.grad.any(), name
 
 
 @pytest.mark.parametrize(("attention_mode", "loss"), MODES)
 def test_the_indexer_loss_reaches_the_whole_indexer_and_nothing_else(
-    glm, make_ids, attention_mode, loss
+    indexed, make_ids, attention_mode, loss
 ):
-    output = glm(make_ids(40), Layout.documents([40]), attention=attention_mode, indexer_loss=loss)
-    assert output.num_indexer_terms == 40 * 3
+    layout = Layout.documents([40])
+    output = indexed(make_ids(40), layout, attention=attention_mode, indexer_loss=loss)
+    assert output.num_indexer_terms == 40 * len(indexed.config.indexed_layers)
     output.indexer_loss_sum.backward()
-    for name, parameter in glm.named_parameters():
+    for name, parameter in indexed.named_parameters():
         if is_indexer(name):
             assert parameter.grad is not None, name
             assert parameter.grad.any(), name
@@ -38,10 +40,10 @@ def test_the_indexer_loss_reaches_the_whole_indexer_and_nothing_else(
             assert parameter.grad is None or not parameter.grad.any(), name
 
 
-def test_a_frozen_indexer_leaves_no_graph(glm, make_ids):
-    for name, parameter in glm.named_parameters():
+def test_a_frozen_indexer_leaves_no_graph(indexed, make_ids):
+    for name, parameter in indexed.named_parameters():
         parameter.requires_grad_(is_indexer(name))
-    output = glm(make_ids(40), Layout.documents([40]))
+    output = indexed(make_ids(40), Layout.documents([40]))
     assert not output.hidden.requires_grad
 
 

@@ -48,10 +48,10 @@ def test_a_document_does_not_see_its_neighbours(decoder, make_ids):
     torch.testing.assert_close(packed.hidden[33:73], alone, rtol=0, atol=1e-5)
 
 
-def test_a_sparse_document_is_bitwise_the_same_in_any_company(glm, make_ids):
+def test_a_sparse_document_is_bitwise_the_same_in_any_company(indexed, make_ids):
     document = make_ids(40)
-    alone = glm(document, Layout.documents([40])).hidden
-    packed = glm(torch.cat([make_ids(33), document]), Layout.documents([33, 40])).hidden
+    alone = indexed(document, Layout.documents([40])).hidden
+    packed = indexed(torch.cat([make_ids(33), document]), Layout.documents([33, 40])).hidden
     assert torch.equal(packed[33:], alone)
 
 

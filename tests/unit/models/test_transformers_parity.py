@@ -11,6 +11,13 @@ CONFIGS = {
     # Many index heads and an odd-looking number of everything: with few heads ReLU makes ties, which
     # transformers breaks by no rule. Its latent norms always use 1e-6.
     "glm": small_glm(index_n_heads=32, latent_norm_eps=1e-6, rms_norm_eps=1e-4, rope_theta=300.0),
+    "glm_shared": small_glm(
+        num_hidden_layers=5,
+        index_topk_pattern="FSFSS",
+        index_n_heads=32,
+        latent_norm_eps=1e-6,
+        rms_norm_eps=1e-4,
+    ),
     "llama": small_llama(rope_theta=300.0),
     "llama_tied_wide_heads": small_llama(tie_word_embeddings=True, head_dim=12),
 }
@@ -18,7 +25,8 @@ CONFIGS = {
 
 def reference_class(name):
     transformers = pytest.importorskip("transformers")
-    return transformers.GlmMoeDsaForCausalLM if name == "glm" else transformers.LlamaForCausalLM
+    is_glm = name.startswith("glm")
+    return transformers.GlmMoeDsaForCausalLM if is_glm else transformers.LlamaForCausalLM
 
 
 def logits_of_both(ours, reference, ids):
@@ -87,3 +95,25 @@ def test_we_read_the_shards_of_transformers(tmp_path, make_ids):
     ours = load_pretrained_dir(tmp_path / "theirs")
     ours_logits, reference_logits = logits_of_both(ours, reference, make_ids(80))
     torch.testing.assert_close(ours_logits, reference_logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"index_topk_pattern": "FSSF"},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {"indexer_types": ("full", "full", "shared", "shared")},
+    ],
+    ids=["pattern", "frequency", "types"],
+)
+def test_a_model_that_shares_indexers_has_the_logits_of_transformers(schedule, tmp_path, make_ids):
+    shape = {"num_hidden_layers": 4, "index_n_heads": 32, "index_topk": 9, "latent_norm_eps": 1e-6}
+    ours = build_model(small_glm(initializer_range=0.15, **shape, **schedule), seed=6)
+    save_pretrained_dir(ours, tmp_path)
+    reference = reference_class("glm").from_pretrained(tmp_path, local_files_only=True).eval()
+    assert tuple(reference.config.indexer_types) == ours.config.indexer_kinds
+    ours_logits, reference_logits = logits_of_both(ours, reference, make_ids(80))
+    assert reference_logits.std() > 0.3
+    torch.testing.assert_close(ours_logits, reference_logits, rtol=0, atol=2e-5)

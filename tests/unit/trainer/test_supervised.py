@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from trainer_fixtures import TINY_LLAMA, tiny_model
+from trainer_fixtures import TINY, TINY_LLAMA, tiny_model
 
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError
@@ -124,6 +124,37 @@ def test_micro_batches_do_not_change_the_result(changes):
     for other in results[1:]:
         for name, value in results[0].items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["lm", "indexer_warmup"])
+def test_two_layers_train_the_indexer_they_share_however_they_are_computed(mode, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    results = []
+    for micro_batch_tokens, activations in (
+        (4096, ActivationConfig()),
+        (39, ActivationConfig()),
+        (39, ActivationConfig(recomputed_layers=(1,), offloaded_layers="all")),
+        (39, ActivationConfig(recomputed_layers=(0,), offloaded_layers=(1,))),
+    ):
+        config = TINY.model_copy(update={"index_topk_pattern": "FS"})
+        trainer = make_trainer(
+            model=tiny_model(config=config, dtype=torch.float64),
+            mode=mode,
+            attention="sparse" if mode == "lm" else "dense",
+            micro_batch_tokens=micro_batch_tokens,
+            activations=activations,
+            optimizer=OptimizerConfig(lr=1e-2, use_muon=False, grad_clip=1e9),
+        )
+        before = weights(trainer)
+        values = combine(trainer.step(documents()).metrics)
+        names = {n for n in moved(before, weights(trainer)) if "indexer" in n}
+        assert names == {n for n in before if n.startswith("model.layers.0.self_attn.indexer")}
+        kept = {name: torch.tensor(values[name]) for name in ("grad/norm", "loss/indexer_kl_nats")}
+        results.append(weights(trainer) | kept)
+    for other in results[1:]:
+        for name, value in results[0].items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-9, msg=name)
+    assert all(torch.equal(results[1][name], results[2][name]) for name in results[1])
 
 
 def norm_of_mean(loss_sum, count, model):

@@ -314,7 +314,7 @@ class NativeGlmMoeDsa(NativeDecoder):
             angles,
             {
                 "latents": Table(1, width, False),
-                "index_keys": Table(1, config.index_head_dim, True),
+                "index_keys": Table(1, config.index_head_dim, True, config.indexed_layers),
             },
             num_layers=config.num_hidden_layers,
             num_slots=num_slots,
@@ -360,29 +360,30 @@ class NativeGlmMoeDsa(NativeDecoder):
             "input_norm": "input_layernorm.weight",
             "q_norm": "self_attn.q_a_layernorm.weight",
             "kv_norm": "self_attn.kv_a_layernorm.weight",
-            "index_norm_weight": "self_attn.indexer.k_norm.weight",
-            "index_norm_bias": "self_attn.indexer.k_norm.bias",
             "post_norm": "post_attention_layernorm.weight",
         }
-        q_a, kv_a, q_b, kv_b, output, keys, weights, queries = (
-            self._weight(layer, f"self_attn.{name}.weight")
-            for name in (
-                *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"),
-                *("indexer.wk", "indexer.weights_proj", "indexer.wq_b"),
-            )
-        )
+        inputs, queries = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
+        if config.indexer_kinds[layer] == "full":
+            norms["index_norm_weight"] = "self_attn.indexer.k_norm.weight"
+            norms["index_norm_bias"] = "self_attn.indexer.k_norm.bias"
+            inputs += ["indexer.wk", "indexer.weights_proj"]
+            queries += ["indexer.wq_b"]
+        kv_b, output = self._projections(layer, ["kv_b_proj", "o_proj"])
         absorb = kv_b.view(config.num_attention_heads, -1, config.kv_lora_rank)
         key_absorb, value_absorb = torch.split(
             absorb, [config.qk_nope_head_dim, config.v_head_dim], dim=1
         )
         return {
             **structs.addresses({key: self._weight(layer, name) for key, name in norms.items()}),
-            "input": self._pack(q_a, kv_a, keys, weights),
-            "query": self._pack(q_b, queries),
+            "input": self._pack(*self._projections(layer, inputs)),
+            "query": self._pack(*self._projections(layer, queries)),
             "key_absorb": self._pack_each(key_absorb.mT.unbind()),
             "value_absorb": self._pack_each(value_absorb.unbind()),
             "output": self._pack(output),
         }
+
+    def _projections(self, layer: int, names: Sequence[str]) -> list[Tensor]:
+        return [self._weight(layer, f"self_attn.{name}.weight") for name in names]
 
     def _feed_forward(self, layer: int) -> dict[str, int | float]:
         config = self._config

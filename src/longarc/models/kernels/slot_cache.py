@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longarc.models.cache import SlotCache
+from longarc.models.cache import SlotCache, places
 from longarc.models.kernels.memory import Arena
 
 _MAX_HUGE_BYTES = 256 << 20
@@ -24,6 +24,8 @@ class Table:
     num_heads: int
     width: int
     is_blocked: bool
+    layers: tuple[int, ...] | None = None
+    """Layers that have such rows; None = all."""
 
 
 class BlockedSlotCache(SlotCache):
@@ -49,16 +51,27 @@ class BlockedSlotCache(SlotCache):
         self._lanes = lanes
         self.padded_length = -(-max_length // lanes) * lanes
         self._tables = dict(tables)
+        named = {name: table.layers for name, table in tables.items() if table.layers is not None}
+        self._place = places(tables, named, num_layers=num_layers)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, table in tables.items():
             steps = [self.padded_length // lanes, table.width, lanes]
             inner = steps if table.is_blocked else [self.padded_length, table.width]
-            shapes[name] = (num_layers, num_slots, table.num_heads, *inner)
+            shapes[name] = (len(self._place[name]), num_slots, table.num_heads, *inner)
         self._storage = _zeros(shapes)
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """Return the tables of one layer by name."""
-        return {name: rows[index] for name, rows in self._storage.items()}
+        """Return the tables of one layer by name; what it has no rows of is not there."""
+        return {
+            name: rows[self._place[name][index]]
+            for name, rows in self._storage.items()
+            if index in self._place[name]
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows [bytes]."""
+        return sum(rows.nbytes for rows in self._storage.values())
 
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to another, in all layers.

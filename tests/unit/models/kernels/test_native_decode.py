@@ -18,6 +18,7 @@ CASES = {
     "odd glm": small_glm(
         index_topk=200, index_n_heads=3, index_head_dim=10, kv_lora_rank=20, n_shared_experts=0
     ),
+    "shared glm": small_glm(num_hidden_layers=4, index_topk_pattern="FSSF", index_topk=200),
     "llama": small_llama(),
     "odd llama": small_llama(num_attention_heads=5, num_key_value_heads=1, head_dim=20),
     "tied llama": small_llama(tie_word_embeddings=True),
@@ -95,8 +96,9 @@ def test_two_threads_decode_the_same_numbers(model):
     assert torch.equal(one, two)
 
 
-def test_a_long_prompt_in_chunks_is_a_long_prompt_at_once():
-    model = sharpened(build_model(small_glm(), seed=3))
+@pytest.mark.parametrize("pattern", ["FFF", "FSF", "FSS"])
+def test_a_long_prompt_in_chunks_is_a_long_prompt_at_once(pattern):
+    model = sharpened(build_model(small_glm(index_topk_pattern=pattern), seed=3))
     ids = torch.randint(0, 64, (230,), generator=torch.Generator().manual_seed(1))
     whole = model.extend(ids, [0], [0], [230], model.new_cache(1, 230))
     cache = model.new_cache(1, 230)

@@ -53,6 +53,7 @@ struct LlamaShape {
     float eps, scale;
 };
 
+// A layer that reuses the selection of one before it has no indexer: no index_keys, and no rows of one in its weights.
 struct MlaLayer {
     const float *input_norm;
     const float *input;         // packed rows of q_a, kv_a, indexer keys, indexer weights
@@ -73,9 +74,8 @@ struct MlaShape {
     float eps, latent_eps, index_eps, scale, index_scale;
 };
 
-// The positions that one row attends to, ascending, and where their latents lie.
+// Where the latents lie that one row attends to, by ascending position.
 struct SeenKeys {
-    std::vector<int32_t> positions;
     std::vector<const float*> latents;
     int64_t num;
 };
@@ -83,6 +83,7 @@ struct SeenKeys {
 struct ChunkScratch {
     Scratch x, normed, projected, q_latent, query, attended, merged, gate_up, activated, logits, weights, slots, index;
     std::vector<int32_t> chosen;
+    std::vector<int32_t> selected;  // positions by row of the chunk, from a layer with an indexer to those without
     Floats scores;
     SeenKeys seen[2];
     AttendScratch attend;
@@ -182,18 +183,19 @@ struct LlamaAttention {
 
 // The sizes of what a row of MLA is projected to.
 struct MlaWidths {
-    int64_t dim, head, inputs, queries, heads;
+    int64_t dim, head, index_dim, index_heads, inputs, queries, heads;
 
-    explicit MlaWidths(const MlaShape& shape)
+    MlaWidths(const MlaShape& shape, const MlaLayer& layer)
         : dim(shape.latent + shape.rope), head(shape.nope + shape.rope),
-          inputs(shape.q_rank + dim + shape.index_dim + shape.index_heads), queries(shape.num_heads * head),
-          heads(queries + shape.index_heads * shape.index_dim) {}
+          index_dim(layer.index_keys ? shape.index_dim : 0), index_heads(layer.index_keys ? shape.index_heads : 0),
+          inputs(shape.q_rank + dim + index_dim + index_heads), queries(shape.num_heads * head),
+          heads(queries + index_heads * index_dim) {}
 };
 
 // Latent rows and indexer keys, which go to the cache, latent queries and indexer weights.
 inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
                      ChunkScratch& s) {
-    const MlaWidths width(shape);
+    const MlaWidths width(shape, layer);
     float* input = s.projected.floats(num * width.inputs);
     float* q_latent = s.q_latent.floats(num * shape.q_rank);
     gemm(num, width.inputs, shape.hidden, s.normed.floats(0), shape.hidden, layer.input, input, width.inputs);
@@ -206,6 +208,7 @@ inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& r
         rms_norm_row(row + shape.q_rank, layer.kv_norm, latent, shape.latent, shape.latent_eps);
         std::memcpy(latent + shape.latent, row + shape.q_rank + shape.latent, sizeof(float) * shape.rope);
         rotate_row(latent + shape.latent, cos, sin, shape.rope, true, 1.0f);
+        if (!layer.index_keys) continue;
         float* key = row + shape.q_rank + width.dim;
         layer_norm_row(key, layer.index_norm_weight, layer.index_norm_bias, key, shape.index_dim, shape.index_eps);
         rotate_row(key, cos, sin, shape.rope, true, 1.0f);
@@ -218,7 +221,7 @@ inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& r
 // Absorbed queries and indexer queries of rows [begin, end) of the chunk, into s.query and s.index from 0 on.
 inline void mla_project_queries(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first,
                                 int64_t begin, int64_t end, ChunkScratch& s) {
-    const MlaWidths width(shape);
+    const MlaWidths width(shape, layer);
     const int64_t num = end - begin;
     const float* q_latent = s.q_latent.floats(0) + begin * shape.q_rank;
     float* heads = s.index.floats(num * width.heads);
@@ -237,33 +240,28 @@ inline void mla_project_queries(const MlaShape& shape, const MlaLayer& layer, co
             std::memcpy(to, row + h * width.head + shape.nope, sizeof(float) * shape.rope);
             rotate_row(to, cos, sin, shape.rope, true, 1.0f);
         }
-        for (int64_t h = 0; h < shape.index_heads; h++)
-            rotate_row(row + width.queries + h * shape.index_dim, cos, sin, shape.rope, true, 1.0f);
+        for (int64_t h = 0; h < width.index_heads; h++)
+            rotate_row(row + width.queries + h * width.index_dim, cos, sin, shape.rope, true, 1.0f);
     }
 }
 
-// Finds what a row attends to.
+// Finds what a row attends to. Where that is a selection, `selected` holds it or, in a layer with an indexer, gets it;
+// it has room for LANES more.
 inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
-                    const float* index_query, const float* index_weights, SeenKeys& seen,
+                    const float* index_query, const float* index_weights, int32_t* selected, SeenKeys& seen,
                     Floats& scores) {
     const int64_t dim = shape.latent + shape.rope, start = rows.slots[row] * rows.max_length;
     const int64_t num_keys = rows.positions[row] + 1;
-    const int64_t room = std::max(num_keys, shape.index_topk) + LANES;
-    if (int64_t(seen.positions.size()) < room) {
-        seen.positions.resize(room);
-        seen.latents.resize(room);
-    }
-    if (shape.is_sparse && num_keys > shape.index_topk) {
-        if (int64_t(scores.size()) < room) scores.resize(room);
+    const bool selects = shape.is_sparse && num_keys > shape.index_topk;
+    seen.num = selects ? shape.index_topk : num_keys;
+    if (int64_t(seen.latents.size()) < seen.num + LANES) seen.latents.resize(seen.num + LANES);
+    if (selects && layer.index_keys) {
+        if (int64_t(scores.size()) < num_keys + LANES) scores.resize(num_keys + LANES);
         index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
                      layer.index_keys + start * shape.index_dim, num_keys, scores.data());
-        seen.num = shape.index_topk;
-        choose_best(scores.data(), num_keys, seen.num, seen.positions.data());
-    } else {
-        seen.num = num_keys;
-        for (int64_t j = 0; j < num_keys; j++) seen.positions[j] = int32_t(j);
+        choose_best(scores.data(), num_keys, seen.num, selected);
     }
-    for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + seen.positions[j]) * dim;
+    for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + (selects ? selected[j] : j)) * dim;
 }
 
 struct MlaAttention {
@@ -275,14 +273,17 @@ struct MlaAttention {
     static void queries(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t begin,
                         int64_t end, ChunkScratch& s) {
         mla_project_queries(shape, layer, rows, first, begin, end, s);
-        const MlaWidths width(shape);
+        const MlaWidths width(shape, layer);
         const int64_t num = end - begin;
         const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
         const float* query = s.query.floats(0);
         float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
+        const int64_t room = std::min(shape.index_topk, rows.max_length) + LANES;
+        if (int64_t(s.selected.size()) < CHUNK_ROWS * room) s.selected.resize(CHUNK_ROWS * room);
         auto see = [&](int64_t r) {
             mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,
-                    input + r * width.inputs + shape.q_rank + width.dim + shape.index_dim, s.seen[r % 2], s.scores);
+                    input + r * width.inputs + shape.q_rank + width.dim + width.index_dim,
+                    &s.selected[(begin + r) * room], s.seen[r % 2], s.scores);
         };
         see(0);
         for (int64_t r = 0; r < num; r++) {
