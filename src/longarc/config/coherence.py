@@ -4,16 +4,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from longarc.config.engine import EngineConfig
-from longarc.config.model import ModelConfig
+from longarc.config.model import GlmMoeDsaConfig, ModelConfig
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
     EvalConfig,
     MidtrainConfig,
+    MtpConfig,
     PretrainConfig,
     RlConfig,
+    SftConfig,
     StageConfig,
     SupervisedConfig,
+    TextStageConfig,
 )
 from longarc.config.training import ActivationConfig, chosen_layers
 
@@ -48,6 +51,7 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
         ValueError: names the stage, the values and what to change.
     """
     longest = model.max_position_embeddings
+    _check_mtp(model, stages)
     for name, stage in stages.items():
         for key, num_tokens in _contexts(stage):
             if num_tokens > longest:
@@ -63,6 +67,28 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
             raise ValueError(
                 f"stage {name!r} converts to sparse attention, but a {model.family} model has no "
                 f"indexer; remove the stage or use model.family = 'glm_moe_dsa'"
+            )
+
+
+def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
+    """Refuse drafts that nothing can make."""
+    can_draft = isinstance(model, GlmMoeDsaConfig) and model.num_nextn_predict_layers > 0
+    for name, stage in stages.items():
+        if isinstance(stage, MtpConfig):
+            if model.family != "glm_moe_dsa":
+                raise ValueError(
+                    f"stage {name!r} trains multi-token prediction, which a {model.family} model does not "
+                    f"have; remove the stage or use model.family = 'glm_moe_dsa'"
+                )
+            can_draft = True
+        elif (
+            isinstance(stage, TextStageConfig | SftConfig)
+            and stage.mtp is not None
+            and not can_draft
+        ):
+            raise ValueError(
+                f"stage {name!r}: mtp trains a layer that the model does not have yet; set "
+                f"model.num_nextn_predict_layers = 1 (model.family = 'glm_moe_dsa'), or leave mtp out"
             )
 
 
@@ -114,7 +140,7 @@ def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -
 
 
 def _contexts(stage: StageConfig) -> Iterator[tuple[str, int]]:
-    if isinstance(stage, PretrainConfig | MidtrainConfig | DsaConfig):
+    if isinstance(stage, PretrainConfig | MidtrainConfig | DsaConfig | MtpConfig):
         yield "context_tokens", stage.context_tokens
     elif isinstance(stage, RlConfig | DistillConfig | EvalConfig):
         yield "rollout.max_context_tokens", stage.rollout.max_context_tokens

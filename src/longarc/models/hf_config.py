@@ -21,6 +21,7 @@ _GLM_FIXED: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_interleave": True,
     "indexer_rope_interleave": True,
+    "index_share_for_mtp_iteration": True,
 }
 _LLAMA_FIXED: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +44,13 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         return {**_GLM_FIXED, **values}
     values["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
     return {**_LLAMA_FIXED, **values}
+
+
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model without a layer for multi-token prediction."""
+    if not isinstance(config, GlmMoeDsaConfig):
+        return config
+    return config.model_copy(update={"num_nextn_predict_layers": 0})
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
