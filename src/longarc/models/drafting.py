@@ -10,7 +10,7 @@ model: what was drafted and not accepted leaves nothing behind.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from torch import Tensor
 from longarc.errors import ContractError
 from longarc.models.cache import SlotCache
 from longarc.models.decoder import GlmMoeDsa
-from longarc.models.decoder_base import Attention, Pass
+from longarc.models.decoder_base import Attention
 from longarc.models.mtp import MultiTokenPredictor
 from longarc.models.plan import AttentionPlan, QueryRun
 from longarc.models.projection import project_logits
@@ -95,12 +95,8 @@ def draft(
     output = predictor.depth(
         predictor.embedded(next_ids, embedding, positions, 1),
         hidden,
-        Pass(
-            rotation=predictor.rotation_at(positions, 1, model.rotation),
-            num_tokens=len(hidden),
-            plan=sequences.plan,
-            flat_runs=predictor.flat_runs(sequences.plan),
-            attention=attention,
+        replace(
+            predictor.step_of(1, positions, sequences.plan, model.rotation, attention),
             cache=cache,
             cache_rows=sequences.rows,
         ),
@@ -115,13 +111,7 @@ def draft(
         output = predictor.depth(
             predictor.embedded(token_ids[-1], embedding, positions[last], depth),
             fed,
-            Pass(
-                rotation=predictor.rotation_at(positions[last], depth, model.rotation),
-                num_tokens=len(last),
-                plan=plan,
-                flat_runs=predictor.flat_runs(plan),
-                attention=attention,
-            ),
+            predictor.step_of(depth, positions[last], plan, model.rotation, attention),
             keys,
         )
         fed = output.fed

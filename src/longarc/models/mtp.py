@@ -15,7 +15,7 @@ section 2.2. Names are those of published checkpoints below ``model.layers.N``, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -212,12 +212,8 @@ class MultiTokenPredictor(nn.Module):
         loss, state, keys = hidden.new_zeros(()), hidden, None
         for depth, drafts in enumerate(depths, start=1):
             place_GN[depth - 1, drafts.rows] = True
-            step = Pass(
-                rotation=self.rotation_at(drafts.positions, depth, rotation_of),
-                num_tokens=len(drafts.rows),
-                plan=drafts.plan,
-                flat_runs=self.flat_runs(drafts.plan),
-                attention=attention,
+            step = replace(
+                self.step_of(depth, drafts.positions, drafts.plan, rotation_of, attention),
                 indexer_loss="sparse" if with_indexer_loss and depth == 1 else "none",
                 indexer_stride=indexer_stride,
                 int4_group_size=int4_group_size,
@@ -301,16 +297,23 @@ class MultiTokenPredictor(nn.Module):
         rows = F.embedding(token_ids, embedding)
         return rows.masked_fill((positions == 0)[:, None], 0.0) if depth == 1 else rows
 
-    def flat_runs(self, plan: AttentionPlan) -> native_attention.FlatRuns | None:
-        """Return the plan for the native kernels, where they can do the attention."""
-        return plan.flat_runs() if native_for(self.eh_proj.weight) else None
-
-    def rotation_at(
-        self, positions: Int[Tensor, " drafts"], depth: int, rotation_of: RotationOf
-    ) -> Rotation:
-        """Return the rotation of queries of a depth that go back to these positions."""
+    def step_of(
+        self,
+        depth: int,
+        positions: Int[Tensor, " drafts"],
+        plan: AttentionPlan,
+        rotation_of: RotationOf,
+        attention: Attention,
+    ) -> Pass:
+        """Return the pass of a depth over drafts that go back to these positions."""
         place = positions + (depth - 1) if self._advances else positions
-        return rotation_of(pad_rows(place, padded_rows(len(place))))
+        return Pass(
+            rotation=rotation_of(pad_rows(place, padded_rows(len(place)))),
+            num_tokens=len(positions),
+            plan=plan,
+            flat_runs=plan.flat_runs() if native_for(self.eh_proj.weight) else None,
+            attention=attention,
+        )
 
 
 def _on_rows(values: Tensor, drafts: DraftRows, like: Tensor) -> Tensor:
