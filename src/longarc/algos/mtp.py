@@ -45,7 +45,7 @@ def end_to_end_tv_loss(
 
 
 def chained(
-    steps: Shaped[Tensor, "G targets"], *, fill: float | bool
+    steps: Shaped[Tensor, "G targets"], *, fill: float | int
 ) -> Shaped[Tensor, "G targets"]:
     """Return for each target, as the first of a chain, what the steps give to it and to those behind it.
 

@@ -8,6 +8,7 @@ from longarc.config.loader import validated
 from longarc.config.recipe import Recipe
 from longarc.errors import ConfigError
 
+DRAFTER = {"family": "glm_moe_dsa", "num_nextn_predict_layers": 1}
 RECIPE = {
     "name": "r",
     "stages": {
@@ -26,7 +27,7 @@ def read(*, model=None, pretrain=None, **mtp) -> Recipe:
 
 def test_a_stage_adds_the_layer_and_a_model_may_bring_it():
     assert read().model.num_nextn_predict_layers == 0
-    brought = read(model={"num_nextn_predict_layers": 1}, pretrain={"mtp": {"weight": 0.1}})
+    brought = read(model=DRAFTER, pretrain={"mtp": {"weight": 0.1}})
     assert brought.stages["pretrain"].mtp.loss == "cross_entropy"
 
 
@@ -44,7 +45,7 @@ def test_stages_behind_the_one_that_adds_the_layer_may_train_it_along():
             r"'pretrain': mtp trains a layer .*num_nextn_predict_layers = 1",
         ),
         ({"model": {"family": "llama"}}, r"'mtp' trains multi-token prediction.*llama model"),
-        ({"model": {"num_nextn_predict_layers": 2}}, "num_nextn_predict_layers"),
+        ({"model": DRAFTER | {"num_nextn_predict_layers": 2}}, "num_nextn_predict_layers"),
         ({"corpus": None}, r"corpus and demonstrations are both missing.*corpus = \{\}"),
         ({"activations": {"recomputed_layers": "all"}}, "nothing of them is kept"),
         ({"cross_entropy_steps": 4}, r"cross_entropy_steps=4 leaves none of num_steps=4"),

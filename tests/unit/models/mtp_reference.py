@@ -11,17 +11,13 @@ def normed(x, norm: RMSNorm):
 
 
 def rotated(model, x, position):
-    """Turn neighbouring pairs; ``x`` is [heads, width]."""
+    """Turn neighbouring pairs; ``x`` is [heads, width]. Angles are rounded to fp32, as in the model."""
     width = x.shape[-1]
-    turned = x.clone()
-    for pair in range(width // 2):
-        angle = torch.tensor(
-            position * model.config.rope_theta ** (-2 * pair / width), dtype=x.dtype
-        )
-        a, b = x[:, 2 * pair], x[:, 2 * pair + 1]
-        turned[:, 2 * pair] = a * angle.cos() - b * angle.sin()
-        turned[:, 2 * pair + 1] = a * angle.sin() + b * angle.cos()
-    return turned
+    exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
+    angle = torch.tensor(position, dtype=torch.float32) * (1.0 / model.config.rope_theta**exponent)
+    cos, sin = (f(angle.double()).float().to(x.dtype) for f in (torch.cos, torch.sin))
+    a, b = x[:, 0::2], x[:, 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(1)
 
 
 class Reference:

@@ -55,8 +55,7 @@ def test_every_draft_is_the_formula_spelt_out(attention, changes, make_ids):
     for depth in range(1, 4):
         # The draft of position i lies in the row of the last token that it reads.
         expected = torch.stack(reference.outputs[depth - 1])
-        # The model turns by angles that were rounded to fp32.
-        torch.testing.assert_close(output.hidden[depth - 1, depth:], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(output.hidden[depth - 1, depth:], expected, rtol=0, atol=1e-10)
         assert output.has_draft[depth - 1].tolist() == [row >= depth for row in range(30)]
         assert not output.hidden[depth - 1, :depth].any()
 
