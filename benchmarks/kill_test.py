@@ -2,7 +2,7 @@
 
 ``kill -9`` hits the whole process group of ``longarc run recipes/smoke.toml`` at random moments over all
 stages, 20 times by default; each time the run is resumed with ``--resume`` and killed again, until it is
-through. Then the ledger is audited, and the weights after pretrain, midtrain, dsa and sft are compared bit
+through. Then the ledger is audited, and the weights after pretrain, midtrain, dsa, sft and mtp are compared bit
 for bit with those of a run that was never killed.
 
 Usage: python benchmarks/kill_test.py [--kills 20] [--seed 0] [--recipe recipes/smoke.toml] [--quick]
@@ -27,7 +27,7 @@ from longarc.cli.main import main as longarc
 from longarc.runs.checkpoint import file_sha256
 from longarc.runs.directory import RunDirectory
 
-SUPERVISED = ("pretrain", "midtrain", "dsa", "sft")
+SUPERVISED = ("pretrain", "midtrain", "dsa", "sft", "mtp")
 NUM_PROCESSES = 2
 
 

@@ -23,7 +23,7 @@ THREADS = min(2, len(os.sched_getaffinity(0)))
 """The recipe has one; with two, most stages have a second process."""
 RUN = ("run", RECIPE, "--set", f"threads={THREADS}")
 LAST_LAYER = "model.layers.2.self_attn"
-SUPERVISED = ("pretrain", "midtrain", "dsa", "sft")
+SUPERVISED = ("pretrain", "midtrain", "dsa", "sft", "mtp")
 
 
 def longarc(*arguments: object) -> "subprocess.Popen[str]":
@@ -116,6 +116,7 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_same_supervised_weights
         ("pretrain", "step-000004"),
         ("dsa", "step-000002"),
         ("sft", "step-000004"),
+        ("mtp", "step-000002"),
         ("reasoning_rl", "step-000002"),
         ("agentic_rl", "step-000002"),
     ):

@@ -7,7 +7,8 @@ Shape letters: G draft steps in their order; behind them the positions, on any n
 """
 
 import torch
-from jaxtyping import Bool, Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 
@@ -41,6 +42,26 @@ def end_to_end_tv_loss(
     """
     acceptances = acceptance(target_probs, draft_logits)
     return end_to_end_tv(acceptances, torch.ones_like(acceptances, dtype=torch.bool))
+
+
+def chained(
+    steps: Shaped[Tensor, "G targets"], *, fill: float | int
+) -> Shaped[Tensor, "G targets"]:
+    """Return for each target, as the first of a chain, what the steps give to it and to those behind it.
+
+    ``result[g, m] = steps[g, m + g]``: step g of the chain that begins with target m predicts target m + g.
+
+    Args:
+        steps: one number for each step and the target that it predicts.
+        fill: stands where the targets end.
+    """
+    num_targets = steps.shape[1]
+    return torch.stack(
+        [
+            F.pad(row[step:], (0, min(step, num_targets)), value=fill)
+            for step, row in enumerate(steps)
+        ]
+    )
 
 
 def single_step_tv(

@@ -92,11 +92,11 @@ def _info(source: Path, *, context_length: int | None) -> int:
     for line in describe(census, context_length=context_length or census.anatomy.max_context):
         print(line)
     print()
-    print(f"LongArc builds it: {_verdict(raw, num_mtp_layers=census.anatomy.num_mtp_layers)}")
+    print(f"LongArc builds it: {_verdict(raw)}")
     return ExitCode.OK
 
 
-def _verdict(raw: Mapping[str, Any], *, num_mtp_layers: int) -> str:
+def _verdict(raw: Mapping[str, Any]) -> str:
     """Say whether LongArc builds a model that it can count, and if not, why."""
     from longarc.errors import ConfigError
     from longarc.models.hf_config import config_from_hf
@@ -105,7 +105,7 @@ def _verdict(raw: Mapping[str, Any], *, num_mtp_layers: int) -> str:
         config_from_hf(raw)
     except ConfigError as error:
         return f"no; {error}"
-    return "yes, without MTP" if num_mtp_layers else "yes"
+    return "yes"
 
 
 def _hf_config_of(source: Path) -> Mapping[str, Any]:

@@ -11,10 +11,13 @@ from longarc.config.stages import (
     DsaConfig,
     EvalConfig,
     MidtrainConfig,
+    MtpConfig,
     PretrainConfig,
     RlConfig,
+    SftConfig,
     StageConfig,
     SupervisedConfig,
+    TextStageConfig,
 )
 from longarc.config.training import ActivationConfig, chosen_layers
 
@@ -49,6 +52,7 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
         ValueError: names the stage, the values and what to change.
     """
     longest = model.max_position_embeddings
+    _check_mtp(model, stages)
     for name, stage in stages.items():
         for key, num_tokens in _contexts(stage):
             if num_tokens > longest:
@@ -76,6 +80,28 @@ def _check_sharing(name: str, model: GlmMoeDsaConfig, pattern: str | None) -> No
         check_sharing(model.indexer_kinds, kinds_of(pattern))
     except ValueError as error:
         raise ValueError(f"stage {name!r}: index_topk_pattern: {error}") from error
+
+
+def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
+    """Refuse drafts that nothing can make."""
+    can_draft = isinstance(model, GlmMoeDsaConfig) and model.num_nextn_predict_layers > 0
+    for name, stage in stages.items():
+        if isinstance(stage, MtpConfig):
+            if model.family != "glm_moe_dsa":
+                raise ValueError(
+                    f"stage {name!r} trains multi-token prediction, which a {model.family} model does not "
+                    f"have; remove the stage or use model.family = 'glm_moe_dsa'"
+                )
+            can_draft = True
+        elif (
+            isinstance(stage, TextStageConfig | SftConfig)
+            and stage.mtp is not None
+            and not can_draft
+        ):
+            raise ValueError(
+                f"stage {name!r}: mtp trains a layer that the model does not have yet; set "
+                f"model.num_nextn_predict_layers = 1 (model.family = 'glm_moe_dsa'), or leave mtp out"
+            )
 
 
 def _check_activations(name: str, model: ModelConfig, activations: ActivationConfig) -> None:
@@ -126,7 +152,7 @@ def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -
 
 
 def _contexts(stage: StageConfig) -> Iterator[tuple[str, int]]:
-    if isinstance(stage, PretrainConfig | MidtrainConfig | DsaConfig):
+    if isinstance(stage, PretrainConfig | MidtrainConfig | DsaConfig | MtpConfig):
         yield "context_tokens", stage.context_tokens
     elif isinstance(stage, RlConfig | DistillConfig | EvalConfig):
         yield "rollout.max_context_tokens", stage.rollout.max_context_tokens

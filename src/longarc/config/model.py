@@ -76,6 +76,18 @@ class GlmMoeDsaConfig(Settings):
     """Longest context [tokens]."""
     initializer_range: float = Field(0.05, gt=0)
     """Standard deviation of the initial weights; 0.02 in GLM-5, whose width is 48 times the default's."""
+    num_nextn_predict_layers: int = Field(0, ge=0, le=1)
+    """Layers for multi-token prediction (MTP) behind the decoder layers: 1 in GLM-5, whose depths share it; 0
+    builds none. An ``mtp`` stage adds it to a finished model."""
+    mtp_num_depths: int = Field(3, ge=1, le=16)
+    """Tokens that the MTP layer learns to draft one after another [tokens]; 3 in the GLM-5 report, 2.1. No weight
+    depends on it, so more may be drafted later."""
+    mtp_feeds_normed: bool = True
+    """Whether a depth hands the next one its state after ``shared_head.norm``, as Megatron and SGLang do; False
+    hands on the residual stream, as vLLM does. The first depth reads the main model's state after the final norm."""
+    mtp_query_position: Literal["advance", "stay"] = "advance"
+    """Where a later depth's query stands (not published): ``advance`` at the token it reads, one further with every
+    depth, as in inference; ``stay`` at the position whose keys it shares, as in Megatron's training."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> Self:

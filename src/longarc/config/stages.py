@@ -18,7 +18,7 @@ def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
 
 
 class SupervisedConfig(Settings):
-    """What pretrain, midtrain, dsa and sft share: training on given tokens."""
+    """What pretrain, midtrain, dsa, sft and mtp share: training on given tokens."""
 
     num_steps: int = Field(ge=1)
     """Length of the stage [optimizer steps]."""
@@ -42,11 +42,30 @@ class SupervisedConfig(Settings):
         return self
 
 
+MtpLoss: TypeAlias = Literal["cross_entropy", "single_step_tv", "end_to_end_tv"]
+"""What the drafts of multi-token prediction learn from: the text, or which of them the main model accepts."""
+
+
+class MtpAlongConfig(Settings):
+    """Training the MTP layer along with the model; it needs ``model.num_nextn_predict_layers = 1``."""
+
+    weight: float = Field(0.3, gt=0)
+    """Factor on the drafts' loss beside the main one; GLM-4.5: 0.3 for most of its training, then 0.1."""
+    loss: MtpLoss = "cross_entropy"
+    """``cross_entropy`` against the text, mean over the depths; ``single_step_tv`` against the main model's own
+    probabilities, each depth by itself; ``end_to_end_tv``: as many accepted in a row as possible (GLM-5.2)."""
+    trains_trunk: bool = True
+    """Whether the drafts' loss also reaches the model, its embedding and its output projection; False leaves the
+    model bit for bit as it would be without drafts."""
+
+
 class TextStageConfig(SupervisedConfig):
     """What pretrain, midtrain and dsa share: packed text."""
 
     tokens_per_step: int = Field(8192, ge=16)
     """Tokens in one optimizer step [tokens]."""
+    mtp: MtpAlongConfig | None = None
+    """Train the MTP layer along (in dsa, from the sparse phase on); None leaves it alone if there is one."""
 
 
 class CorpusConfig(Settings):
@@ -155,6 +174,68 @@ class SftConfig(SupervisedConfig):
     """Weight of the indexer's KL; 0 freezes the indexer."""
     indexer_stride: int = Field(1, ge=1)
     """The indexer's KL looks at every n-th query; more than 1 saves time."""
+    mtp: MtpAlongConfig | None = None
+    """Train the MTP layer along; None leaves it alone if there is one."""
+
+
+class MtpConfig(SupervisedConfig):
+    """Draft depths for a finished model: trains its MTP layer and nothing else; GLM-5 report, 2.1."""
+
+    kind: Literal["mtp"] = "mtp"
+    """Which stage this is."""
+    num_depths: int | None = Field(None, ge=1, le=16)
+    """Tokens to draft one after another [tokens]; None keeps ``model.mtp_num_depths``."""
+    loss: MtpLoss = "end_to_end_tv"
+    """``cross_entropy`` against the text, mean over the depths; ``single_step_tv`` against the main model's own
+    probabilities, each depth by itself; ``end_to_end_tv``: as many accepted in a row as possible (GLM-5.2)."""
+    cross_entropy_steps: int = Field(0, ge=0)
+    """Steps at the beginning that learn from cross-entropy [optimizer steps]: the TV losses are flat while hardly
+    a draft is accepted."""
+    start: Literal["last_layer", "random"] = "last_layer"
+    """Weights of an MTP layer that the checkpoint does not have yet: those of the last decoder layer, or random
+    ones. The projection that joins embedding and state is random in both."""
+    indexer_loss_coeff: float = Field(1.0, ge=0)
+    """Weight of the KL of the MTP layer's own indexer, where attention is sparse; 0 freezes it."""
+    indexer_stride: int = Field(1, ge=1)
+    """The indexer's KL looks at every n-th query; more than 1 saves time."""
+    tokens_per_step: int = Field(8192, ge=16)
+    """Text in one optimizer step [tokens]."""
+    context_tokens: int = Field(1024, ge=16)
+    """Length of one document of text [tokens]."""
+    corpus: CorpusConfig | None = None
+    """What is read; ``{}`` for the corpus of pretrain with its defaults, None for demonstrations alone."""
+    long_share_frac: float = Field(0.0, ge=0, le=1)
+    """Share of documents of text that need their whole length."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Expert conversations, beside the text or alone; None for text alone."""
+
+    @model_validator(mode="after")
+    def _has_something_to_read(self) -> Self:
+        if self.corpus is None and self.demonstrations is None:
+            raise ValueError(
+                "corpus and demonstrations are both missing, so there is nothing to train on; set "
+                "corpus = {} for text, or demonstrations"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> Self:
+        if self.activations != ActivationConfig():
+            raise ValueError(
+                "activations are those of the decoder layers, which an mtp stage only reads: nothing of "
+                "them is kept. Leave activations out"
+            )
+        if self.cross_entropy_steps and self.loss == "cross_entropy":
+            raise ValueError(
+                f"cross_entropy_steps={self.cross_entropy_steps} says what comes before the TV losses, but "
+                f'loss is "cross_entropy" throughout. Leave it out, or choose another loss'
+            )
+        if self.cross_entropy_steps >= self.num_steps:
+            raise ValueError(
+                f"cross_entropy_steps={self.cross_entropy_steps} leaves none of num_steps="
+                f'{self.num_steps} to {self.loss}; lower it, or set loss = "cross_entropy"'
+            )
+        return self
 
 
 class LossConfig(Settings):
@@ -307,7 +388,14 @@ def _check_samples(rollout: RolloutConfig) -> None:
 
 
 StageConfig: TypeAlias = Annotated[
-    PretrainConfig | MidtrainConfig | DsaConfig | SftConfig | RlConfig | DistillConfig | EvalConfig,
+    PretrainConfig
+    | MidtrainConfig
+    | DsaConfig
+    | SftConfig
+    | MtpConfig
+    | RlConfig
+    | DistillConfig
+    | EvalConfig,
     Field(discriminator="kind"),
 ]
 """Any stage."""

@@ -1,14 +1,24 @@
-"""The GLM-5 family: MLA with sparse attention, and experts behind the leading dense layers."""
+"""The GLM-5 family: MLA with sparse attention, experts behind the leading dense layers, and drafts."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.models.decoder_base import Decoder, DecoderLayer, DecoderStack, LayerOutput, Pass
+from longarc.errors import ContractError
+from longarc.models.decoder_base import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    DecoderStack,
+    LayerOutput,
+    Pass,
+)
 from longarc.models.kernels.decode import NativeGlmMoeDsa
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
+from longarc.models.layout import Layout
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
+from longarc.models.mtp import DraftOutput, MultiTokenPredictor
 from longarc.models.selection import Selection
 
 
@@ -50,6 +60,59 @@ class GlmMoeDsa(Decoder):
             config, [GlmMoeDsaLayer(config, layer) for layer in range(config.num_hidden_layers)]
         )
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        # Last, so that a seed draws the same weights for the rest with and without it.
+        self.mtp = MultiTokenPredictor(config) if config.num_nextn_predict_layers else None
+
+    def drafts(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        token_ids: Int[Tensor, " tokens"],
+        layout: Layout,
+        *,
+        attention: Attention = "sparse",
+        trains_trunk: bool = False,
+        with_indexer_loss: bool = False,
+        indexer_stride: int = 1,
+        int4_group_size: int | None = None,
+    ) -> DraftOutput:
+        """Compute the drafts of all depths, each from the tokens of the text.
+
+        Args:
+            hidden: what ``forward`` returned for the same ids and layout.
+            token_ids: of the pack.
+            layout: which tokens belong to one sequence.
+            attention: as in ``forward``.
+            trains_trunk: let gradients reach ``hidden`` and the embedding.
+            with_indexer_loss: also compute the loss of the layer's own indexer; needs sparse attention.
+            indexer_stride: how many drafts there are for each one that this loss looks at.
+            int4_group_size: as in ``forward``.
+
+        Raises:
+            ContractError: the model has no layer for drafts, or the loss does not go with the attention.
+        """
+        if self.mtp is None:
+            raise ContractError(
+                "the model has no MTP layer (num_nextn_predict_layers=0), so it cannot draft; add one with "
+                "an mtp stage"
+            )
+        if with_indexer_loss and attention == "dense":
+            raise ContractError(
+                "with_indexer_loss=True does not go with attention='dense': the layer's indexer learns "
+                "from attention over the keys it selected"
+            )
+        embedding = self.model.embed_tokens.weight
+        output: DraftOutput = self.mtp(
+            hidden if trains_trunk else hidden.detach(),
+            token_ids,
+            layout,
+            embedding=embedding if trains_trunk else embedding.detach(),
+            rotation_of=self.rotation,
+            attention=attention,
+            with_indexer_loss=with_indexer_loss,
+            indexer_stride=indexer_stride,
+            int4_group_size=int4_group_size,
+        )
+        return output
 
     def cache_widths(self) -> dict[str, int]:
         """Return the widths of latent rows and indexer keys."""

@@ -22,6 +22,7 @@ _GLM_FIXED: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_interleave": True,
     "indexer_rope_interleave": True,
+    "index_share_for_mtp_iteration": True,
 }
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 """Which layers have an indexer, where no list says it."""
@@ -47,6 +48,13 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         return {**_GLM_FIXED, **values}
     values["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
     return {**_LLAMA_FIXED, **values}
+
+
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model without a layer for multi-token prediction."""
+    if not isinstance(config, GlmMoeDsaConfig):
+        return config
+    return config.model_copy(update={"num_nextn_predict_layers": 0})
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:

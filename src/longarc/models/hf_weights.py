@@ -15,7 +15,7 @@ from torch import Tensor
 from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_config import config_from_hf, config_to_hf
+from longarc.models.hf_config import config_from_hf, config_to_hf, without_mtp
 from longarc.models.hf_files import (
     MAX_SHARD_BYTES,
     Outgoing,
@@ -34,9 +34,18 @@ from longarc.models.hf_formats import (
 )
 from longarc.models.moe import Experts
 
+MTP_PREFIX = "mtp."
+"""Of the MTP layer's tensors in memory."""
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
 
 def named_tensors(model: Decoder) -> dict[str, Tensor]:
     """Return every tensor of the model by its Hugging Face name, as views that share its memory."""
+    return _with_hf_names(model, _separate(model))
+
+
+def _separate(model: Decoder) -> dict[str, Tensor]:
+    """Return every tensor by its name in memory, the experts one by one."""
     tensors: dict[str, Tensor] = {}
     stacked = {
         name: module for name, module in model.named_modules() if isinstance(module, Experts)
@@ -51,6 +60,15 @@ def named_tensors(model: Decoder) -> dict[str, Tensor]:
             tensors[f"{name}.{index}.up_proj.weight"] = up
             tensors[f"{name}.{index}.down_proj.weight"] = experts.down_proj[index].detach()
     return tensors
+
+
+def _with_hf_names(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the MTP layer, which published checkpoints number as the one behind the last."""
+    behind = f"model.layers.{model.config.num_hidden_layers}."
+    return {
+        behind + name.removeprefix(MTP_PREFIX) if name.startswith(MTP_PREFIX) else name: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def save_weights(model: Decoder, path: Path | str) -> None:
@@ -95,7 +113,7 @@ def save_pretrained_dir(
     directory.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(model.config, dtype=str(model.output_weight.dtype).removeprefix("torch."))
     if experts == "fused":
-        outgoing = _outgoing(model.state_dict())
+        outgoing = _outgoing(_with_hf_names(model, model.state_dict()))
     elif experts == "int4":
         outgoing = _int4_outgoing(model, int4_group_size)
         config["quantization_config"] = quantisation_to_hf(int4_group_size)
@@ -108,8 +126,8 @@ def save_pretrained_dir(
 def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> Decoder:
     """Build the model of a directory that ``transformers`` or ``save_pretrained_dir`` wrote.
 
-    One file or many, experts separate or fused, FP8 blocks and INT4 groups are read, tensor by tensor.
-    Tensors of multi-token-prediction layers (behind the last decoder layer) are not read.
+    One file or many, experts separate or fused, FP8 blocks and INT4 groups are read, tensor by tensor. Where the
+    files lack the MTP layer that the config names, as those that transformers saves do, it is not built.
 
     Raises:
         CheckpointError: config or weights are missing, damaged, or do not belong together.
@@ -119,16 +137,13 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
     raw = _config(directory)
     config = config_from_hf(raw)
     quantisation = quantisation_from_hf(raw)
-    num_extra = int(raw.get("num_nextn_predict_layers") or 0)
-    first = config.num_hidden_layers
+    behind = f"model.layers.{config.num_hidden_layers}."
     with TensorFiles.of_directory(directory) as files:
+        if not any(name.startswith(behind) for name in files.tensors):
+            config = without_mtp(config)
         model = build_model(config, seed=0, dtype=dtype)
-        _load(
-            files,
-            model,
-            quantisation,
-            ignored=[f"model.layers.{first + i}." for i in range(num_extra)],
-        )
+        # Some publishers repeat the main model's tables in the MTP layer, which shares them.
+        _load(files, model, quantisation, ignored=[behind + name for name in _MTP_COPIES])
     return model
 
 

@@ -97,7 +97,7 @@ class SparseLatentAttention(nn.Module):
             attended_Nnc, loss = self._dense(query_Nnd, latent, selection, step)
         else:
             attended_Nnc, loss, selection = self._sparse(query_Nnd, latent, selection, step)
-        value_Tnv = _per_head(with_padding(attended_Nnc, x), w_v_nvc)
+        value_Tnv = per_head(with_padding(attended_Nnc, x), w_v_nvc)
         # The last layer of a selection lets go of it; another one would keep it until backward.
         is_last = self._layer == self._served[-1]
         return self.o_proj(value_Tnv.flatten(1)), loss, None if is_last else selection
@@ -108,7 +108,7 @@ class SparseLatentAttention(nn.Module):
             .unflatten(1, (self._num_heads, -1))
             .split([self._nope, self._rope], dim=-1)
         )
-        absorbed_Tnc = _per_head(nope_Tnp, w_k_npc.mT)
+        absorbed_Tnc = per_head(nope_Tnp, w_k_npc.mT)
         return torch.cat([absorbed_Tnc, step.rotation.apply(rope_Tnr)], dim=-1)
 
     def _latent_rows(self, x: Tensor, step: Pass) -> Tensor:
@@ -200,7 +200,7 @@ class SparseLatentAttention(nn.Module):
         return attended, torch.stack(losses).sum() / len(self._served)
 
 
-def _per_head(x_Tna: Tensor, weight_nba: Tensor) -> Tensor:
+def per_head(x_Tna: Tensor, weight_nba: Tensor) -> Tensor:
     """Multiply the rows of each head by that head's matrix, [T, n, b]."""
     if native_for(x_Tna, weight_nba):
         return native_rows.head_product(x_Tna, weight_nba)

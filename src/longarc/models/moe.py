@@ -160,7 +160,7 @@ def update_router_bias(
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (loss-free balancing).
 
     Args:
-        model: a decoder; its routers are taken in the order of its layers.
+        model: the layers of a decoder, or one of them; routers are taken in their order.
         expert_counts: tokens per layer and expert.
         rate: step [score units]; 1e-3 in DeepSeek-V3, 0 in GLM-5's RL.
     """

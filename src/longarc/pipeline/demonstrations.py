@@ -6,6 +6,7 @@ from longarc.config.recipe import Recipe
 from longarc.config.stages import (
     DsaConfig,
     MidtrainConfig,
+    MtpConfig,
     PretrainConfig,
     SftConfig,
     TaskShare,
@@ -36,11 +37,15 @@ def experts_of(
 def text_and_demonstrations(
     workspace: Workspace,
     stage: str,
-    config: PretrainConfig | MidtrainConfig | DsaConfig,
+    config: PretrainConfig | MidtrainConfig | DsaConfig | MtpConfig,
     *,
     seed: int,
 ) -> Documents:
-    """Return the documents of each step of a text stage: its text, and its demonstrations if it has any."""
+    """Return the documents of each step of a stage: its text, its demonstrations, or both."""
+    shown = _demonstrations(workspace, stage, config, seed=seed)
+    if config.corpus is None:
+        assert shown is not None
+        return shown
     stream = document_stream(
         corpus_texts(config.corpus, seed=seed),
         workspace.tokenizer(),
@@ -49,9 +54,21 @@ def text_and_demonstrations(
         seed=seed,
     )
     text = StepDocuments(stream, tokens_per_step=config.tokens_per_step)
-    if config.demonstrations is None:
+    if shown is None or config.demonstrations is None:
         return text
-    shown = StepConversations(
+    return interleaved(text, shown, text_every_steps=config.demonstrations.text_every_steps)
+
+
+def _demonstrations(
+    workspace: Workspace,
+    stage: str,
+    config: PretrainConfig | MidtrainConfig | DsaConfig | MtpConfig,
+    *,
+    seed: int,
+) -> Documents | None:
+    if config.demonstrations is None:
+        return None
+    return StepConversations(
         experts_of(workspace, stage, config.demonstrations.tasks),
         workspace.chat_format(),
         conversations_per_step=config.demonstrations.conversations_per_step,
@@ -60,7 +77,6 @@ def text_and_demonstrations(
         first=num_shown_before(workspace.recipe, stage),
         seed=seed,
     )
-    return interleaved(text, shown, text_every_steps=config.demonstrations.text_every_steps)
 
 
 def interleaved(text: Documents, shown: Documents, *, text_every_steps: int) -> Documents:
@@ -84,7 +100,9 @@ def num_shown_before(recipe: Recipe, stage: str) -> int:
         match config:
             case SftConfig():
                 total += config.num_steps * config.conversations_per_step
-            case PretrainConfig() | MidtrainConfig() | DsaConfig() if config.demonstrations:
+            case PretrainConfig() | MidtrainConfig() | DsaConfig() | MtpConfig() if (
+                config.demonstrations
+            ):
                 total += config_total(config) * config.demonstrations.conversations_per_step
     return total
 

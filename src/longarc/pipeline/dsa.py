@@ -13,7 +13,7 @@ from longarc.errors import ConfigError
 from longarc.models.index_share import with_shared_indexers
 from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.midtrain import supports_sparse
-from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.supervised import drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.runs.checkpoint import read_manifest
 from longarc.trainer.supervised import SupervisedSettings
@@ -71,6 +71,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
             attention="sparse",
             indexer_loss_coeff=config.indexer_loss_coeff,
             router_bias_rate=config.router_bias_rate,
+            drafts=drafts_along(config.mtp),
         ),
         model=model,
         policy_version=version,

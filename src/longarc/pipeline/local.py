@@ -13,6 +13,7 @@ from longarc.config.stages import (
     DsaConfig,
     EvalConfig,
     MidtrainConfig,
+    MtpConfig,
     PretrainConfig,
     RlConfig,
     SftConfig,
@@ -27,6 +28,7 @@ from longarc.pipeline import (
     evaluation,
     general_rl,
     midtrain,
+    mtp,
     pretrain,
     reasoning_rl,
     sft,
@@ -116,6 +118,8 @@ async def run_stage(workspace: Workspace, name: str, config: StageConfig) -> Non
             await dsa.run(workspace, name, config)
         case SftConfig():
             await sft.run(workspace, name, config)
+        case MtpConfig():
+            await mtp.run(workspace, name, config)
         case RlConfig():
             await _RL_STAGES[config.kind](workspace, name, config)
         case DistillConfig():

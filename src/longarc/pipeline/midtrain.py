@@ -5,7 +5,7 @@ from longarc.config.stages import MidtrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.supervised import drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.trainer.supervised import SupervisedSettings
 
@@ -26,6 +26,7 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
             activations=config.activations,
             attention=loaded.attention,
             router_bias_rate=config.router_bias_rate,
+            drafts=drafts_along(config.mtp),
         ),
         model=with_rope_theta(loaded.model, config.rope_theta),
         policy_version=loaded.manifest.policy_version,

@@ -7,7 +7,7 @@ from longarc.config.stages import PretrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.supervised import drafts_along, train_supervised
 from longarc.pipeline.text import corpus_texts
 from longarc.pipeline.workspace import Workspace
 from longarc.tokens.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
             activations=config.activations,
             attention="dense",
             router_bias_rate=config.router_bias_rate,
+            drafts=drafts_along(config.mtp),
         ),
         model=initial_model(
             workspace.recipe.model, seed=seed, head_from_embedding=config.head_from_embedding

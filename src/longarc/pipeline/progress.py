@@ -12,6 +12,7 @@ from longarc.records.outcome import Outcome
 SHOWN = {
     "loss/lm_nats": "loss {:.3f}",
     "loss/indexer_kl_nats": "indexer KL {:.3f}",
+    "mtp/accept_length_tokens": "accept length {:.2f}",
     "reward/mean": "reward {:.2f}",
     "lag/mean_steps": "lag {:.1f}",
     "train/tokens_per_s": "{:,.0f} tok/s",

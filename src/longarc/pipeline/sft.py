@@ -2,7 +2,7 @@
 
 from longarc.config.stages import SftConfig
 from longarc.pipeline.demonstrations import StepConversations, experts_of, num_shown_before
-from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.supervised import drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.trainer.supervised import SupervisedSettings
 
@@ -25,6 +25,7 @@ async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
             indexer_loss_coeff=config.indexer_loss_coeff if is_sparse else 0.0,
             indexer_stride=config.indexer_stride,
             router_bias_rate=config.router_bias_rate,
+            drafts=drafts_along(config.mtp),
         ),
         model=loaded.model,
         policy_version=loaded.manifest.policy_version,

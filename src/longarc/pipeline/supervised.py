@@ -1,4 +1,4 @@
-"""The loop that pretrain, midtrain, dsa and sft share: documents in, checkpoints out, exactly resumable.
+"""The loop that pretrain, midtrain, dsa, sft and mtp share: documents in, checkpoints out, exactly resumable.
 
 A stage is a pure function of its input checkpoint and of ``documents(step)``: nothing is drawn from a
 stream that a crash could lose, so a resumed run ends bit-identical to one that never stopped.
@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from longarc.config.stages import SupervisedConfig
+from longarc.config.stages import MtpAlongConfig, SupervisedConfig
+from longarc.errors import ConfigError
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.workspace import Attention, Workspace
 from longarc.records.metric import Metric
+from longarc.trainer.draft_objective import DraftObjective
 from longarc.trainer.packing import Document
 from longarc.trainer.supervised import SupervisedSettings, SupervisedTrainer
 
@@ -45,7 +47,15 @@ async def train_supervised(
         documents: the data of each step of this phase.
         first_step: steps of earlier phases of this stage [optimizer steps].
         is_last_phase: whether the stage is finished afterwards.
+
+    Raises:
+        ConfigError: drafts are to be trained along, and the model has no layer for them.
     """
+    if settings.drafts is not None and not getattr(model.config, "num_nextn_predict_layers", 0):
+        raise ConfigError(
+            f"stage {stage!r}: mtp trains a layer that the weights before it do not have; put an mtp stage "
+            f"before it, or leave mtp out"
+        )
     set_compute_threads(1)  # each core has a process
     trainer = SupervisedTrainer(
         model,
@@ -90,6 +100,13 @@ async def train_supervised(
     if is_last_phase:
         directory.set_final(writer.path(last_step))
     return trainer.policy_version
+
+
+def drafts_along(config: MtpAlongConfig | None) -> DraftObjective | None:
+    """Return how a stage trains drafts along, if it does."""
+    if config is None:
+        return None
+    return DraftObjective(loss=config.loss, weight=config.weight, trains_trunk=config.trains_trunk)
 
 
 def config_total(config: SupervisedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Where the documents of pretrain, midtrain and dsa come from: real text, copy-rich text, long recall."""
+"""Where the documents of pretrain, midtrain, dsa and mtp come from: real text, copy-rich text, long recall."""
 
 from collections.abc import Iterator, Sequence
 

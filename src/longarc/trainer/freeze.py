@@ -10,6 +10,11 @@ def is_indexer(name: str) -> bool:
     return "indexer" in name.split(".")
 
 
+def is_mtp(name: str) -> bool:
+    """Say whether a parameter belongs to the layer for multi-token prediction, its indexer included."""
+    return name.split(".", 1)[0] == "mtp"
+
+
 def train_only(model: nn.Module, is_trained: Callable[[str], bool]) -> None:
     """Set every parameter's ``requires_grad`` by its name."""
     for name, parameter in model.named_parameters():

@@ -89,7 +89,7 @@ class PolicyTrainer:
         num_update_threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Take over ``model``: everything but the indexer is trained (GLM-5, section 3.2).
+        """Take over ``model``: everything but indexer (GLM-5, section 3.2) and MTP layer is trained.
 
         Args:
             model: is trained in place.
@@ -216,7 +216,7 @@ class PolicyTrainer:
         self._optimizer.step(lr)
         if settings.router_bias_rate > 0 and sums.expert_counts is not None:
             counts = torch.from_numpy(sums.expert_counts)
-            update_router_bias(self.model, counts, settings.router_bias_rate)
+            update_router_bias(self.model.model, counts, settings.router_bias_rate)
         self._optimizer.zero_grad()
         self.policy_version += 1
         facts = StepFacts(

@@ -26,7 +26,7 @@ from longarc.errors import ConfigError, ContractError, boundary
 from longarc.models.activations import Activations
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.projection import token_logprobs
-from longarc.trainer.freeze import is_indexer, train_only
+from longarc.trainer.freeze import is_indexer, is_mtp, train_only
 from longarc.trainer.gradients import sum_counts
 from longarc.trainer.packing import Document, MicroBatch, pack_shared
 
@@ -111,8 +111,8 @@ class PolicyObjective:
             ) from error
 
     def select_parameters(self, model: Decoder) -> None:
-        """Train everything but the indexer (GLM-5, section 3.2), and no teacher."""
-        train_only(model, lambda name: not is_indexer(name))
+        """Train everything but indexer (GLM-5, section 3.2) and MTP layer, and no teacher."""
+        train_only(model, lambda name: not is_indexer(name) and not is_mtp(name))
         for teacher in (self.teachers or {}).values():
             train_only(teacher, lambda _: False)
 

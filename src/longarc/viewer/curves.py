@@ -38,6 +38,24 @@ CHARTS: tuple[ChartSpec, ...] = (
         names=("loss/indexer_kl_nats",),
     ),
     ChartSpec(
+        title="Accept length",
+        unit="tokens per step of the main model",
+        hint="What a chain of drafts is worth: those accepted, and the main model's own token. Rises from one.",
+        names=("mtp/accept_length_tokens",),
+    ),
+    ChartSpec(
+        title="Acceptance of drafts",
+        unit="share",
+        hint="How likely a draft is accepted after all before it, by depth. Rises; later depths stay below.",
+        names=("mtp/acceptance_frac/*",),
+    ),
+    ChartSpec(
+        title="Cross-entropy of drafts",
+        unit="nats per token",
+        hint="Surprise of the drafts at the text, by depth. Falls; under a TV loss it may rise again.",
+        names=("loss/mtp_nats/*",),
+    ),
+    ChartSpec(
         title="Distillation KL",
         unit="nats per token",
         hint="Distance of the student from its teachers, by family. Falls towards zero.",
@@ -187,6 +205,7 @@ HEADLINES: tuple[tuple[str, str], ...] = (
     ("distill/kl_nats", "distillation KL"),
     ("loss/lm_nats", "loss"),
     ("loss/indexer_kl_nats", "indexer KL"),
+    ("mtp/accept_length_tokens", "accept length"),
 )
 """The metric that says best what a stage achieved, first match counts, and its name."""
 

@@ -59,7 +59,7 @@ def test_the_quickstart_can_be_counted_and_built(capsys):
 def test_a_directory_with_a_config_is_a_source_too(capsys, tmp_path):
     config = json.loads((CONFIGS / "glm_5.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert printed(capsys, tmp_path).rstrip().endswith("LongArc builds it: yes, without MTP")
+    assert printed(capsys, tmp_path).rstrip().endswith("LongArc builds it: yes")
 
 
 def test_counting_a_config_does_not_load_torch():

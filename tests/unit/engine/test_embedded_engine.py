@@ -144,6 +144,24 @@ async def test_what_old_weights_computed_never_serves_a_new_request(tmp_path):
     )
 
 
+async def test_drafts_come_with_the_weights_and_change_nothing(tmp_path):
+    drafter = NANO.model_copy(update={"num_nextn_predict_layers": 1})
+    path = tmp_path / "new.safetensors"
+    save_weights(build_model(drafter, seed=1), str(path))
+    completions = []
+    async with make_engine(drafter) as engine, make_engine() as plain:
+        completions += [await complete(e, [1, 2, 3]) for e in (engine, plain)]
+        await engine.update_weights(
+            WeightSource(path=str(path), sha256=file_sha256(path)), policy_version=1
+        )
+        completions.append(await complete(engine, [1, 2, 3]))
+    async with make_engine(seed=1) as plain:
+        completions.append(await complete(plain, [1, 2, 3]))
+    before, plain_before, after, plain_after = map(ids_of, completions)
+    assert (before, after) == (plain_before, plain_after)
+    assert before != after
+
+
 async def test_weights_that_are_not_what_was_announced_are_refused_and_the_old_ones_stay(tmp_path):
     path = tmp_path / "new.safetensors"
     save_weights(build_model(NANO, seed=1), str(path))

@@ -2,50 +2,51 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longarc.algos.mtp import acceptance, end_to_end_tv, expected_accepted, single_step_tv
+from longarc.algos.mtp import (
+    acceptance,
+    chained,
+    end_to_end_tv,
+    expected_accepted,
+    single_step_tv,
+)
 from longarc.errors import ContractError
-from longarc.models.mtp_losses import mtp_acceptance, mtp_cross_entropy
+from longarc.models.mtp_losses import draft_scores
 
-STEPS, ROWS, WIDTH, VOCAB = 3, 17, 6, 11
+DEPTHS, TARGETS, WIDTH, VOCAB = 3, 17, 6, 11
 
 
-def inputs(*, steps=STEPS, rows=ROWS, vocab=VOCAB, dtype=torch.float64):
+def inputs(*, targets=TARGETS, vocab=VOCAB, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    draft = torch.randn(steps, rows, WIDTH, generator=generator, dtype=dtype).requires_grad_()
-    main = torch.randn(rows, WIDTH, generator=generator, dtype=dtype)
+    draft = torch.randn(DEPTHS, targets, WIDTH, generator=generator, dtype=dtype).requires_grad_()
+    main = torch.randn(targets, WIDTH, generator=generator, dtype=dtype)
     weight = torch.randn(vocab, WIDTH, generator=generator, dtype=dtype).requires_grad_()
-    token_ids = torch.randint(0, vocab, (rows,), generator=generator)
-    return draft, main, weight, token_ids
+    target_ids = torch.randint(0, vocab, (targets,), generator=generator)
+    return draft, main, weight, target_ids
 
 
-def is_in_pack(*, steps=STEPS, rows=ROWS):
-    return torch.stack([torch.arange(rows) < rows - 2 - step for step in range(steps)])
-
-
-def table_of_acceptances(draft, main, weight):
-    """From all probabilities: step g of row i is judged by row i + 1 + g."""
-    probs = (main @ weight.detach().T).softmax(dim=-1)
-    columns = []
-    for step in range(len(draft)):
-        num = len(main) - 1 - step
-        alpha = acceptance(probs[1 + step :], draft[step, :num] @ weight.T)
-        columns.append(F.pad(alpha, (0, len(main) - num)))
-    return torch.stack(columns)
+def scores_of_the_table(draft, main, weight, target_ids):
+    """From all probabilities at once."""
+    logits = draft @ weight.T
+    probs = (main @ weight.detach().T).softmax(dim=-1).expand(len(draft), -1, -1)
+    logprobs = logits.log_softmax(dim=-1)[:, torch.arange(len(target_ids)), target_ids]
+    return logprobs, acceptance(probs, logits)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 512])
-def test_acceptance_and_its_gradients_are_those_of_the_table(chunk_tokens):
-    draft, main, weight, _ = inputs()
-    grad = torch.randn(STEPS, ROWS, generator=torch.Generator().manual_seed(1)).double()
-    got = mtp_acceptance(draft, main, weight, chunk_tokens=chunk_tokens)
-    expected = table_of_acceptances(draft, main, weight)
-    torch.testing.assert_close(got, expected)
+@pytest.mark.parametrize("used", ["both", "logprobs", "acceptance"])
+def test_scores_and_their_gradients_are_those_of_the_table(chunk_tokens, used):
+    draft, main, weight, target_ids = inputs()
+    got = draft_scores(draft, main, weight, target_ids, chunk_tokens=chunk_tokens)
+    expected = scores_of_the_table(draft, main, weight, target_ids)
+    grads = [torch.randn_like(score) for score in expected]
+    kept = {"both": slice(2), "logprobs": slice(1), "acceptance": slice(1, 2)}[used]
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(
-        torch.autograd.grad(got, [draft, weight], grad),
-        torch.autograd.grad(expected, [draft, weight], grad),
+        torch.autograd.grad(got[kept], [draft, weight], grads[kept]),
+        torch.autograd.grad(expected[kept], [draft, weight], grads[kept]),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
@@ -53,31 +54,40 @@ def test_acceptance_and_its_gradients_are_those_of_the_table(chunk_tokens):
 
 @pytest.mark.parametrize("loss", [single_step_tv, end_to_end_tv], ids=["single", "end_to_end"])
 def test_the_gradient_of_both_tv_losses_is_that_of_their_value(loss):
-    draft, main, weight, _ = inputs(rows=7)
+    draft, main, weight, target_ids = inputs(targets=7)
+    is_valid = torch.ones(DEPTHS, 7, dtype=torch.bool)
 
-    def mean(draft):
-        alpha = mtp_acceptance(draft, main, weight.detach(), chunk_tokens=3)
-        return loss(alpha, is_in_pack(rows=7)).sum()
+    def total(draft):
+        _, alpha = draft_scores(draft, main, weight.detach(), target_ids, chunk_tokens=3)
+        return loss(chained(alpha, fill=0.0), chained(is_valid, fill=False)).sum()
 
-    assert torch.autograd.gradcheck(mean, draft)
+    assert torch.autograd.gradcheck(total, draft)
 
 
 def test_the_main_model_gets_no_gradient():
-    draft, main, weight, _ = inputs()
+    draft, main, weight, target_ids = inputs()
     main.requires_grad_()
-    mtp_acceptance(draft, main, weight).sum().backward()
+    draft_scores(draft, main, weight, target_ids)[1].sum().backward()
     assert main.grad is None
 
 
-def test_more_steps_than_rows_accept_nothing_behind_the_end():
-    draft, main, weight, _ = inputs(steps=4, rows=3)
-    alpha = mtp_acceptance(draft, main, weight)
-    assert (alpha > 0).tolist() == [
-        [True, True, False],
-        [True, False, False],
-        [False] * 3,
-        [False] * 3,
-    ]
+def test_no_target_is_nothing_to_score():
+    draft, main, weight, target_ids = inputs(targets=0)
+    logprobs, alpha = draft_scores(draft, main, weight, target_ids)
+    assert logprobs.shape == alpha.shape == (DEPTHS, 0)
+
+
+def test_a_target_outside_the_vocabulary_is_refused():
+    draft, main, weight, target_ids = inputs()
+    with pytest.raises(ContractError, match="token id 11 is outside"):
+        draft_scores(draft, main, weight, target_ids + VOCAB - target_ids.max())
+
+
+def test_a_chain_takes_each_step_one_target_further():
+    steps = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]])
+    assert chained(steps, fill=-1).tolist() == [[0, 1, 2, 3], [11, 12, 13, -1], [22, 23, -1, -1]]
+    assert chained(steps[:, :1], fill=-1).tolist() == [[0], [-1], [-1]]
+    assert chained(steps > 0, fill=False)[0].tolist() == [False, True, True, True]
 
 
 def test_a_step_behind_an_invalid_one_does_not_count():
@@ -96,33 +106,6 @@ def test_invalid_steps_have_no_gradient_even_if_they_are_not_numbers():
     assert alpha.grad.tolist() == [[-1.5], [0.0]]
 
 
-@pytest.mark.parametrize("chunk_tokens", [4, 512])
-def test_cross_entropy_and_its_gradients_are_those_of_the_table(chunk_tokens):
-    draft, _, weight, token_ids = inputs()
-    is_valid = is_in_pack()
-    is_valid[1, 4] = False
-    got = mtp_cross_entropy(draft, weight, token_ids, is_valid, chunk_tokens=chunk_tokens)
-    expected = torch.zeros_like(got)
-    for step in range(STEPS):
-        for row in range(ROWS):
-            if is_valid[step, row]:
-                target = token_ids[row + 2 + step]
-                expected[step, row] = F.cross_entropy(weight @ draft[step, row], target)
-    torch.testing.assert_close(got, expected)
-    for ours, theirs in zip(
-        torch.autograd.grad(got.sum(), [draft, weight]),
-        torch.autograd.grad(expected.sum(), [draft, weight]),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_a_valid_step_without_a_token_is_refused():
-    draft, _, weight, token_ids = inputs()
-    with pytest.raises(ContractError, match=r"i \+ 2 \+ g"):
-        mtp_cross_entropy(draft, weight, token_ids, torch.ones(STEPS, ROWS, dtype=torch.bool))
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers how many numbers the largest tensor holds that any operation returned."""
 
@@ -135,11 +118,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_probabilities_of_all_tokens_never_exist_at_once():
-    draft, main, weight, token_ids = inputs(rows=900, vocab=300, dtype=torch.float32)
-    is_valid = is_in_pack(rows=900)
+def test_probabilities_of_all_targets_never_exist_at_once():
+    draft, main, weight, target_ids = inputs(targets=900, vocab=300, dtype=torch.float32)
     with LargestTensor() as largest:
-        alpha = mtp_acceptance(draft, main, weight, chunk_tokens=32)
-        entropy = mtp_cross_entropy(draft, weight, token_ids, is_valid, chunk_tokens=32)
-        (end_to_end_tv(alpha, is_valid).sum() + entropy.sum()).backward()
+        logprobs, alpha = draft_scores(draft, main, weight, target_ids, chunk_tokens=32)
+        (alpha.sum() + logprobs.sum()).backward()
     assert largest.numel <= 64 * 300 < 900 * 300 // 10

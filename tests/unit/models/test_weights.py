@@ -132,15 +132,6 @@ def test_an_architecture_that_cannot_be_built_is_refused(glm, tmp_path, change, 
         load_pretrained_dir(tmp_path)
 
 
-def test_multi_token_prediction_layers_are_not_read(llama, glm, tmp_path):
-    save_pretrained_dir(glm, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    extra = {"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}
-    save_file(extra, tmp_path / "model-mtp.safetensors")
-    assert states_are_equal(load_pretrained_dir(tmp_path), glm)
-
-
 @pytest.mark.parametrize("damage", ["no config", "no weights", "bad json"])
 def test_a_damaged_directory_is_refused(llama, tmp_path, damage):
     save_pretrained_dir(llama, tmp_path)

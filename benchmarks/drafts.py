@@ -1,0 +1,245 @@
+"""Draft depths for a finished model: how many tokens a chain of drafts is worth under each loss.
+
+Every arm starts from the same checkpoint of a finished run, which is only read, gives it the same new MTP layer
+and trains that alone on the same demonstrations for the same steps, as a stage ``mtp`` does. Then all are measured on
+demonstrations that neither the run nor the arms have seen: the expected accepted drafts of a chain
+(``sum_j prod_{i<=j} sum_v min(p, q)``, rejection sampling at temperature 1) and the main model's own token.
+
+Usage: python benchmarks/drafts.py [--run runs/quickstart] [--stage sft] [--steps 240] [--depths 3] [--quick]
+"""
+
+import argparse
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from common import Table
+
+from longarc.config.recipe import Recipe
+from longarc.config.stages import MtpLoss, SftConfig
+from longarc.config.training import OptimizerConfig
+from longarc.data.sft import ExpertShare
+from longarc.errors import LongArcError
+from longarc.models.add_mtp import with_mtp
+from longarc.models.decoder_base import Decoder
+from longarc.models.threads import set_compute_threads
+from longarc.pipeline.demonstrations import StepConversations
+from longarc.pipeline.preflight import expert
+from longarc.pipeline.workspace import (
+    TOKENIZER_FILE,
+    Loaded,
+    chat_format,
+    load_checkpoint,
+    task_family,
+)
+from longarc.runs.directory import RunDirectory
+from longarc.tokens.tokenizer import Tokenizer
+from longarc.trainer.draft_objective import DraftObjective, DraftSums
+from longarc.trainer.packing import pack_shared
+from longarc.trainer.supervised import SupervisedSettings, SupervisedTrainer
+
+UNSEEN = 1_000_000
+"""Number of the first demonstration that is measured, behind all that any stage shows."""
+TRAINED = 500_000
+"""Number of the first that the arms train on."""
+MICRO_BATCH_TOKENS = 8192
+PER_STEP = 24
+MEASURED_STEPS = 20
+"""As many times the demonstrations of a step are measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to train the drafts."""
+
+    name: str
+    loss: MtpLoss
+    cross_entropy_frac: float = 0.0
+    """Part of the steps that learn from cross-entropy first."""
+
+
+TEXT = Arm(name="cross-entropy", loss="cross_entropy")
+ARMS = (
+    TEXT,
+    Arm(name="single-step TV", loss="single_step_tv", cross_entropy_frac=1 / 3),
+    Arm(name="end-to-end TV", loss="end_to_end_tv", cross_entropy_frac=1 / 3),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The checkpoint that all arms start from, and where demonstrations come from."""
+
+    checkpoint: Path
+    run_dir: Path
+    recipe: Recipe
+    sft: str
+    """The stage whose demonstrations are drafted."""
+
+    def demonstrations(self, first: int) -> StepConversations:
+        """Return the demonstrations from number ``first`` on."""
+        config = self.recipe.stages[self.sft]
+        assert isinstance(config, SftConfig)
+        experts = {
+            name: ExpertShare(
+                expert=expert(self.sft, name, task_family(self.recipe, name, share)),
+                share_frac=share.share_frac,
+            )
+            for name, share in config.tasks.items()
+        }
+        tokenizer = Tokenizer.load(self.run_dir / TOKENIZER_FILE)
+        return StepConversations(
+            experts,
+            chat_format(self.recipe.tokenizer.chat_format, tokenizer),
+            conversations_per_step=PER_STEP,
+            error_frac=config.error_frac,
+            max_tokens=MICRO_BATCH_TOKENS,
+            first=first,
+            seed=self.recipe.seed,
+        )
+
+
+def load_start(run_dir: Path, stage: str) -> Start:
+    """Find the checkpoint and the demonstrations in a run.
+
+    Raises:
+        LongArcError: there is no such run, the stage is not finished, or the run has no sft stage.
+    """
+    run = RunDirectory.look(run_dir)
+    checkpoint = run.stage(stage).final()
+    recipe = Recipe.model_validate(run.recipe())
+    sft = [name for name, config in recipe.stages.items() if isinstance(config, SftConfig)]
+    if checkpoint is None or not sft:
+        raise LongArcError(f"{run_dir}: stage {stage!r} is not finished, or there is no sft stage")
+    return Start(checkpoint=checkpoint, run_dir=run_dir, recipe=recipe, sft=sft[0])
+
+
+def train(
+    loaded: Loaded, arm: Arm, documents: StepConversations, options: argparse.Namespace
+) -> Decoder:
+    """Give the model drafts and train them."""
+    model = with_mtp(loaded.model, num_depths=options.depths, seed=options.seed)
+    trainer = SupervisedTrainer(
+        model,
+        SupervisedSettings(
+            optimizer=OptimizerConfig(
+                lr=options.lr, momentum=0.8, warmup_steps=2, schedule="cosine"
+            ),
+            num_steps=options.steps,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            mode="mtp",
+            attention=loaded.attention,
+            indexer_stride=3,
+            router_bias_rate=0.01,
+            drafts=DraftObjective(
+                loss=arm.loss, cross_entropy_steps=int(options.steps * arm.cross_entropy_frac)
+            ),
+        ),
+    )
+    for step in range(options.steps):
+        trainer.step(documents(step))
+    return model
+
+
+@torch.no_grad()
+def measure(
+    model: Decoder, loaded: Loaded, documents: StepConversations, num_steps: int
+) -> DraftSums:
+    """Add up how good the drafts are on demonstrations that nobody has seen."""
+    objective = DraftObjective(loss="end_to_end_tv")
+    total: DraftSums | None = None
+    for step in range(num_steps):
+        for micro_batch in pack_shared(documents(step), micro_batch_tokens=MICRO_BATCH_TOKENS):
+            hidden = model(
+                micro_batch.token_ids, micro_batch.layout, attention=loaded.attention
+            ).hidden
+            _, sums = objective.terms(
+                model, hidden, micro_batch, step=0, is_sparse=loaded.attention == "sparse"
+            )
+            if total is None:
+                total = replace(sums)
+            else:
+                total.add(sums)
+    assert total is not None
+    return total
+
+
+def accept_length(sums: DraftSums) -> float:
+    """Return the tokens that a chain is worth, the main model's own included."""
+    return 1 + sums.num_accepted / sums.num_chains
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; --quick makes everything small."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="a finished run")
+    parser.add_argument("--stage", default="sft", help="whose final checkpoint gets drafts")
+    parser.add_argument("--steps", type=int, default=240, help="optimizer steps of each arm")
+    parser.add_argument("--depths", type=int, default=3, help="tokens to draft one after another")
+    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of the new layer")
+    parser.add_argument("--quick", action="store_true", help="two steps: does it run at all?")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps = 2
+    return options
+
+
+def add_rows(table: Table, results: dict[str, DraftSums]) -> None:
+    """Print what each arm's drafts are worth, and whether a TV loss beat cross-entropy."""
+    for name, sums in results.items():
+        shares, nats = (
+            ", ".join(
+                f"{total / count:.{digits}f}"
+                for total, count in zip(totals, sums.num_drafts, strict=True)
+            )
+            for totals, digits in ((sums.acceptance, 3), (sums.nll, 2))
+        )
+        table.row(f"{name}: accept length [tokens]", f"{accept_length(sums):.3f}")
+        table.row(f"{name}: accepted, by depth [share]; cross-entropy [nats]", f"{shares}; {nats}")
+    text = accept_length(results[TEXT.name])
+    best = max(accept_length(sums) for name, sums in results.items() if name != TEXT.name)
+    table.row(
+        "accept length, the best TV loss [tokens]",
+        f"{best:.3f}",
+        peer=f"{TEXT.name} {text:.3f}",
+        ratio=best / text,
+        bar="more than cross-entropy",
+        holds=best > text,
+    )
+
+
+def main() -> None:
+    """Train every arm and print the table."""
+    # Waiting threads must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    options = parse()
+    set_compute_threads(1)
+    table = Table()
+    try:
+        start = load_start(options.run, options.stage)
+    except LongArcError as error:
+        print(f"{error}\nThis benchmark starts from a finished run: `make quickstart` makes one.")
+        bar = "more than cross-entropy"
+        table.row("accept length, the best TV loss [tokens]", "not measured", bar=bar, holds=False)
+        table.close()
+        return
+    results = {}
+    for arm in ARMS:
+        loaded = load_checkpoint(start.checkpoint)
+        model = train(loaded, arm, start.demonstrations(TRAINED), options)
+        num_steps = 2 if options.quick else MEASURED_STEPS
+        results[arm.name] = measure(model, loaded, start.demonstrations(UNSEEN), num_steps)
+    print(
+        f"{options.steps} steps of {PER_STEP} demonstrations, {options.depths} depths, load average "
+        f"{os.getloadavg()[0]:.1f}"
+    )
+    add_rows(table, results)
+    table.close()
+
+
+if __name__ == "__main__":
+    main()
