@@ -4,9 +4,10 @@
   by itself, against ``torch.optim.Muon`` with every one of these matrices as a parameter. Both get the same
   gradients, and the script ends with an error where they move a matrix differently by more than the
   bf16 explains in which ``torch.optim.Muon`` iterates. A second row has the same loop in fp32.
+* Sparse attention at length (model_sparse.py) and the projection with GLM-5's vocabulary (model_projection.py).
 
-The sides of a row take turns, and the best of the repeats counts. Usage:
-python benchmarks/model.py [--repeats 15] [--quick]
+The sides of a Muon row take turns, and the best of the repeats counts. Usage:
+python benchmarks/model.py [--only muon sparse projection] [--repeats 15] [--quick]
 """
 
 import argparse
@@ -17,6 +18,8 @@ from collections.abc import Callable
 
 import torch
 from common import Table
+from model_projection import projection_rows
+from model_sparse import sparse_rows
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
@@ -26,6 +29,7 @@ from longarc.trainer.muon import orthogonalise, update_scale
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import MuonRule, parameter_rule
 
+PARTS = ("muon", "sparse", "projection")
 MUON_BAR = 3.0
 BF16_DIFFERENCE = 0.05
 """Largest part of its way by which bf16 may lead a matrix astray; 0.02 was found."""
@@ -150,8 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     parser.add_argument(
-        "--repeats", type=int, default=15, help="turns of each side; the best counts"
+        "--repeats", type=int, default=15, help="turns of each side of Muon; the best counts"
     )
     parser.add_argument("--quick", action="store_true", help="one turn each: does it run at all?")
     options = parser.parse_args()
@@ -159,7 +164,12 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"one thread, best of {repeats}, load average {os.getloadavg()[0]:.1f}")
     table = Table()
-    muon_rows(table, repeats)
+    if "muon" in options.only:
+        muon_rows(table, repeats)
+    if "sparse" in options.only:
+        sparse_rows(table, num_repeats=1 if options.quick else 3, is_quick=options.quick)
+    if "projection" in options.only:
+        projection_rows(table, num_threads=1, num_repeats=1, is_quick=options.quick)
     table.close()
 
 

@@ -54,7 +54,8 @@ class GlmMoeDsaConfig(Settings):
     index_head_dim: int = Field(16, ge=2)
     """Lightning-indexer width per head; at least qk_rope_head_dim."""
     index_topk: int = Field(64, ge=1)
-    """Keys each query attends to [tokens]; keep it below the contexts in use, or nothing is sparse."""
+    """Keys each query attends to [tokens]; keep it below the contexts in use, or nothing is sparse. More than the
+    longest context is no error: checkpoints with a short context exist, and all their keys are attended to."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-5
@@ -65,6 +66,11 @@ class GlmMoeDsaConfig(Settings):
     """Longest context [tokens]."""
     initializer_range: float = Field(0.05, gt=0)
     """Standard deviation of the initial weights; 0.02 in GLM-5, whose width is 48 times the default's."""
+
+    @property
+    def num_selected(self) -> int:
+        """Keys that a query can attend to at most [tokens]: index_topk, or all where the context is shorter."""
+        return min(self.index_topk, self.max_position_embeddings)
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> Self:
@@ -126,6 +132,12 @@ class LlamaConfig(Settings):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
                 f"{self.num_attention_heads}; set head_dim"
+            )
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        if width % 2:
+            raise ValueError(
+                f"the heads are {width} wide (head_dim, or hidden_size={self.hidden_size} / "
+                f"num_attention_heads={self.num_attention_heads}), but rotation acts on pairs; set an even head_dim"
             )
         return self
 

@@ -19,13 +19,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.models.attention import dense_attention, sparse_attention
+from longarc.models.attention import dense_attention
 from longarc.models.decoder_base import Pass, with_padding
-from longarc.models.indexer import SCORED_FLOATS, Indexer, IndexerRows
+from longarc.models.indexer import SCORED_FLOATS, Indexer
 from longarc.models.kernels import attention as native_attention
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
+from longarc.models.key_selection import IndexerRows
 from longarc.models.layers import Linear, RMSNorm
+from longarc.models.sparse_attention import sparse_attention
 
 
 class SparseLatentAttention(nn.Module):
@@ -90,22 +92,18 @@ class SparseLatentAttention(nn.Module):
         self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
     ) -> tuple[Tensor, Tensor | None]:
         rows, table = self._indexer_rows(x, q_latent, step)
-        selected_NS = self.indexer.select(rows, table, step.plan, step.flat_runs)
-        if step.flat_runs is not None:
-            attended, attention_NS = native_attention.sparse_attention(
-                step.flat_runs,
-                query_Nnd,
-                latent,
-                selected_NS,
-                value_width=self._latent,
-                scale=self._scale,
-                with_mass=step.indexer_loss != "none",
-            )
-        else:
-            attended, attention_NS = sparse_attention(
-                query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
-            )
-        if step.indexer_loss == "none" or attention_NS is None:
+        selected_NS = self.indexer.select(rows, table, step)
+        attended, attention_NS = sparse_attention(
+            query_Nnd,
+            latent,
+            selected_NS,
+            value_width=self._latent,
+            scale=self._scale,
+            backend=step.backend,
+            flat_runs=step.flat_runs,
+            with_mass=step.indexer_loss != "none",
+        )
+        if attention_NS is None:
             return attended, None
         return attended, self.indexer.sparse_loss(
             rows, selected_NS, attention_NS, stride=step.indexer_stride
@@ -153,6 +151,9 @@ class SparseLatentAttention(nn.Module):
             rows = self.indexer.project(x, q_latent, step.rotation)
             n = step.num_tokens
             rows = IndexerRows(rows.query[:n], rows.key[:n], rows.weight[:n])
+        if torch.is_grad_enabled():
+            # Where nothing is trained, as in an engine, a broken sequence is the caller's to find.
+            self.indexer.check_finite(rows, self._layer)
         return rows, step.table("index_keys", self._layer, rows.key)
 
 

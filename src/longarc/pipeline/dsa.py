@@ -5,11 +5,11 @@ model trains on the keys that the indexer selects, and the indexer goes on learn
 (``num_steps``). Source: GLM-5 report (arXiv:2602.15763), section 2.1.1.
 """
 
+from longarc.config.coherence import check_is_sparse
 from longarc.config.stages import DsaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.midtrain import supports_sparse
 from longarc.pipeline.supervised import train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.runs.checkpoint import read_manifest
@@ -20,14 +20,13 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
     """Warm the indexer up, then train sparsely.
 
     Raises:
-        ConfigError: the model has no indexer.
+        ConfigError: the model has no indexer, or it would select every key.
     """
     loaded = workspace.load(workspace.input_checkpoint(stage))
-    if not supports_sparse(loaded.model):
-        raise ConfigError(
-            f"stage {stage!r} converts to sparse attention, but a {loaded.model.config.family} model has no "
-            f"indexer; remove the stage or use family = 'glm_moe_dsa'"
-        )
+    try:
+        check_is_sparse(loaded.model.config, config.context_tokens)
+    except ValueError as error:
+        raise ConfigError(f"stage {stage!r}: {error}") from error
     seed = workspace.recipe.seed + 2
     documents = text_and_demonstrations(workspace, stage, config, seed=seed)
     version = loaded.manifest.policy_version
