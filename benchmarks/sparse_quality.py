@@ -84,7 +84,9 @@ def read_run(path: Path, stage: str) -> Start:
     recipe = validated(Recipe, run.recipe(), source=str(path))
     config = recipe.stages.get(stage)
     if not isinstance(config, DsaConfig):
-        raise ConfigError(f"{path} has no stage {stage!r} of kind dsa; it has {list(recipe.stages)}")
+        raise ConfigError(
+            f"{path} has no stage {stage!r} of kind dsa; it has {list(recipe.stages)}"
+        )
     names = [name for name, other in recipe.stages.items() if other.kind != "eval"]
     previous = names[names.index(stage) - 1] if names[0] != stage else "initial"
     loaded = []
@@ -200,7 +202,9 @@ def add_rows(table: Table, start: Start, *, num_documents: int, num_needles: int
         (start.after, "dense"),
     ]
     dense, sparse, again = (mean_loss(*side, text) for side in sides)
-    what = f"held-out loss, {num_documents} documents of {start.config.context_tokens} tokens [nats]"
+    what = (
+        f"held-out loss, {num_documents} documents of {start.config.context_tokens} tokens [nats]"
+    )
     table.row(
         f"{what}, sparse, peer dense before the stage",
         f"{sparse:.4f}",

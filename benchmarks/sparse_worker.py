@@ -42,7 +42,9 @@ class Stopwatch:
         return timed
 
 
-def our_model(config: GlmMoeDsaConfig, watch: Stopwatch) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def our_model(
+    config: GlmMoeDsaConfig, watch: Stopwatch
+) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """Return LongArc's model, its indexer frozen, and what computes hidden states."""
     model = build_model(config, seed=0)
     for name, parameter in model.named_parameters():

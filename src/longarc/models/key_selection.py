@@ -100,9 +100,7 @@ def _sorted_selection(
     return selected_NS
 
 
-def _select_block(
-    rows: IndexerRows, keys_Pi: Tensor, block: QueryRun, num_selected: int
-) -> Tensor:
+def _select_block(rows: IndexerRows, keys_Pi: Tensor, block: QueryRun, num_selected: int) -> Tensor:
     position_Q1 = torch.arange(block.first_position, block.num_keys, device=keys_Pi.device)[:, None]
     if block.num_keys <= num_selected:
         candidate_S = torch.arange(num_selected, device=keys_Pi.device)

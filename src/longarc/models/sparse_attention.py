@@ -94,7 +94,7 @@ def sparse_attention(
 
     ``o[q, h] = sum_s softmax_s(scale q[q, h] . k_s) v_s`` over the rows s of query q. Every query has the
     same shapes whatever else is in the call, and its keys are added up in the order in which they are
-    listed, so its numbers do not depend on how it was batched.
+    listed: in native and Triton kernels its bits do not depend on how it was batched.
 
     Args:
         query_Nnd: queries.

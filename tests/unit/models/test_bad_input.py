@@ -21,7 +21,9 @@ from model_cases import sharpened, small_glm, small_llama
 def test_scores_that_are_not_finite_name_layer_and_token(glm, make_ids, weight, part, value, mode):
     getattr(glm.model.layers[2].self_attn.indexer, weight).weight.data[0] = value
     attention, loss = mode
-    with pytest.raises(ContractError, match=f"layer 2: the indexer's {part} of packed token 0 .*lower"):
+    with pytest.raises(
+        ContractError, match=f"layer 2: the indexer's {part} of packed token 0 .*lower"
+    ):
         glm(make_ids(30), Layout.documents([30]), attention=attention, indexer_loss=loss)
 
 

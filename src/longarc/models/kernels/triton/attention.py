@@ -43,9 +43,7 @@ def _load_rows(start, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, is_there)
 
 @triton.jit
 @no_type_check
-def _store_rows(
-    start, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, is_there, values
-):
+def _store_rows(start, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, is_there, values):
     """Store ``values`` where `_load_rows` would load them."""
     column = tl.arange(0, BLOCK)
     mask = is_there[:, None] & (column < WIDTH)[None, :]
@@ -64,7 +62,16 @@ def _scores(q_value, q_rest, k_value, k_rest, is_key, SCALE: tl.constexpr, SUM: 
 @triton.jit
 @no_type_check
 def _gradients(
-    q_value, q_rest, grad, k_value, k_rest, is_key, log_sum, delta, SCALE: tl.constexpr, SUM: tl.constexpr
+    q_value,
+    q_rest,
+    grad,
+    k_value,
+    k_rest,
+    is_key,
+    log_sum,
+    delta,
+    SCALE: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """Return probabilities and gradients of the unscaled scores, [heads, keys]."""
     score = _scores(q_value, q_rest, k_value, k_rest, is_key, SCALE, SUM)
@@ -221,7 +228,10 @@ def _to_keys(
         to_score_t = tl.trans(to_score.to(q_value.dtype))
         to_value += tl.dot(to_score_t, q_value, input_precision="ieee", out_dtype=SUM)
         to_value += tl.dot(
-            tl.trans(probability.to(grad_value.dtype)), grad_value, input_precision="ieee", out_dtype=SUM
+            tl.trans(probability.to(grad_value.dtype)),
+            grad_value,
+            input_precision="ieee",
+            out_dtype=SUM,
         )
         to_rest += tl.dot(to_score_t, q_rest, input_precision="ieee", out_dtype=SUM)
     start = grad_keys + (in_block * num_selected + slot) * (VALUE + REST)
