@@ -41,7 +41,8 @@ def backend_for(x: Tensor, asked: str | None = None) -> Backend:
     Args:
         x: says dtype and device.
         asked: a back-end by name; None takes ``LONGARC_ATTENTION`` from the environment, and without that
-            triton on a GPU where it is installed, else cpu.
+            triton on a GPU where it is installed, else cpu. In fp64, where wide keys do not fit on a GPU's
+            processors, it is cpu too.
 
     Raises:
         ConfigError: there is no back-end of that name.
@@ -49,7 +50,8 @@ def backend_for(x: Tensor, asked: str | None = None) -> Backend:
     """
     name = asked or os.environ.get(VARIABLE)
     if name is None:
-        return "triton" if x.is_cuda and find_spec("triton") is not None else "cpu"
+        is_narrow = x.is_cuda and x.dtype != torch.float64
+        return "triton" if is_narrow and find_spec("triton") is not None else "cpu"
     for backend in get_args(Backend):
         if name == backend:
             if backend == "triton":

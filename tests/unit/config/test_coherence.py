@@ -152,7 +152,7 @@ def test_a_model_without_an_indexer_cannot_be_made_sparse():
 
 def test_a_selection_that_leaves_nothing_out_is_no_conversion():
     tree = copy.deepcopy(RECIPE)
-    tree["model"] = {"index_topk": 128}
+    tree["model"] = {"family": "glm_moe_dsa", "index_topk": 128}
     tree["stages"]["dsa"] = {
         "kind": "dsa", "num_steps": 1, "warmup_steps": 1, "context_tokens": 128
     }  # fmt: skip

@@ -31,7 +31,7 @@ def test_the_token_is_the_first_one_that_is_broken(glm, make_ids):
     ids = make_ids(30).clamp_max(62)
     ids[17] = 63
     glm.model.embed_tokens.weight.data[63] = float("nan")
-    with pytest.raises(ContractError, match="layer 0: .* of packed token 17 "):
+    with pytest.raises(ContractError, match=r"layer 0: .* of packed token 17 "):
         glm(ids, Layout.documents([30]))
 
 

@@ -28,8 +28,8 @@ KEY_GRADIENTS = 1 << 25
 """Upper bound on the gradients of listed rows that are held at once, before they are summed [numbers]."""
 _MIN_BLOCK = 16
 """A product on a GPU needs this many rows and columns at least."""
-_KEY_BLOCK = 32
-_MAX_HEAD_BLOCK = 32
+_MAX_BLOCK = 32
+"""Heads, and keys, of one product in half precision; wider numbers take more room, and get half of it."""
 
 
 @triton.jit
@@ -270,29 +270,34 @@ def triton_attention(
     return output[0], output[1] if with_mass else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
     """What a launch needs to know of the shapes."""
 
     num_queries: int
     num_heads: int
     num_selected: int
     value: int
+    """Leading numbers of a key that are its value."""
     rest: int
+    """The other numbers of a key."""
     scale: float
-    sum_dtype: torch.dtype
+    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, query: Tensor, rows: Tensor, value_width: int, scale: float) -> "_Sizes":
-        num_queries, num_heads, width = query.shape
-        return cls(
-            *(num_queries, num_heads, rows.shape[1], value_width, width - value_width, scale),
-            torch.promote_types(query.dtype, torch.float32),
-        )
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What sums are computed in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def key_block(self) -> int:
+        """Keys of one product."""
+        return _MAX_BLOCK if self.dtype.itemsize <= 2 else _MIN_BLOCK
 
     @property
     def head_block(self) -> int:
-        return min(max(triton.next_power_of_2(self.num_heads), _MIN_BLOCK), _MAX_HEAD_BLOCK)
+        """Heads of one product."""
+        return min(max(triton.next_power_of_2(self.num_heads), _MIN_BLOCK), self.key_block)
 
     def by_heads(self) -> tuple[int, int]:
         """Return the grid of a kernel that works on one query and a block of heads."""
@@ -300,10 +305,10 @@ class _Sizes:
 
     def by_keys(self, num_queries: int) -> tuple[int, int]:
         """Return the grid of a kernel that works on one query and a block of keys."""
-        return num_queries, triton.cdiv(self.num_selected, _KEY_BLOCK)
+        return num_queries, triton.cdiv(self.num_selected, self.key_block)
 
     def constants(self) -> dict[str, Any]:
-        """Return the arguments that a kernel is compiled for."""
+        """Return the arguments that a kernel is compiled for, and how."""
         return {
             "SCALE": self.scale,
             "SUM": tl.float64 if self.sum_dtype == torch.float64 else tl.float32,
@@ -312,7 +317,9 @@ class _Sizes:
             "VALUE_BLOCK": max(triton.next_power_of_2(self.value), _MIN_BLOCK),
             "REST_BLOCK": max(triton.next_power_of_2(max(self.rest, 1)), _MIN_BLOCK),
             "HEADS": self.head_block,
-            "KEYS": _KEY_BLOCK,
+            "KEYS": self.key_block,
+            # Products and sums outside of dot are rounded as they are written (decision 0018).
+            "enable_fp_fusion": False,
         }
 
 
@@ -328,7 +335,16 @@ class _TritonAttention(torch.autograd.Function):
         with_mass: bool,
     ) -> tuple[Tensor, Tensor]:
         query, table, rows = query.contiguous(), table.contiguous(), rows.contiguous()
-        sizes = _Sizes.of(query, rows, value_width, scale)
+        num_queries, num_heads, width = query.shape
+        sizes = Sizes(
+            num_queries=num_queries,
+            num_heads=num_heads,
+            num_selected=rows.shape[1],
+            value=value_width,
+            rest=width - value_width,
+            scale=scale,
+            dtype=query.dtype,
+        )
         n, s = sizes.num_heads, sizes.num_selected
         counts = (rows >= 0).sum(dim=1)
         output = query.new_empty(len(query), n, value_width)
@@ -349,7 +365,7 @@ class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, table, rows, counts, output, log_sums = ctx.saved_tensors
-        sizes: _Sizes = ctx.sizes
+        sizes: Sizes = ctx.sizes
         grad = grad.contiguous()
         wide = sizes.sum_dtype
         deltas = (grad.to(wide) * output.to(wide)).sum(dim=-1)
@@ -379,5 +395,12 @@ def _add_by_row(grad_table: Tensor, rows: Tensor, grad_keys: Tensor) -> None:
     width = grad_table.shape[1]
     block = min(triton.next_power_of_2(width), 128)
     _sum_rows[(len(found), triton.cdiv(width, block))](
-        grad_keys, order, starts, found, grad_table, WIDTH=width, BLOCK=block
+        grad_keys,
+        order,
+        starts,
+        found,
+        grad_table,
+        WIDTH=width,
+        BLOCK=block,
+        enable_fp_fusion=False,
     )

@@ -10,7 +10,7 @@ prefill, decode and training. The k-th value is found digit by digit, four bits 
 ordered as the scores are; nothing is sorted.
 """
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -135,8 +135,10 @@ def select(
     """Return the rows each query attends to, by ascending position, -1 last."""
     query, weight, table = query_Nji.contiguous(), weight_Nj.contiguous(), key_Ri.contiguous()
     num_queries, num_heads, width = query.shape
+    constants = selection_constants(num_heads=num_heads, width=width, dtype=query.dtype)
+    of_choice = {name: constants[name] for name in ("UINT", "BITS", "KEYS", "enable_fp_fusion")}
+    of_scores = {name: value for name, value in constants.items() if name not in ("UINT", "BITS")}
     wide = torch.promote_types(query.dtype, torch.float32)
-    is_double = wide == torch.float64
     selected = torch.empty(num_queries, num_selected, dtype=torch.long, device=query.device)
     longest = lists.max_keys
     size = max(1, SCORES // longest)
@@ -146,17 +148,28 @@ def select(
         queries = (lists.key_rows, lists.first_keys, lists.num_keys)
         if longest > num_selected:
             _score[(count, triton.cdiv(longest, _KEY_BLOCK))](
-                *(query, weight, table, *queries, scores, first, longest, num_heads),
-                SUM=tl.float64 if is_double else tl.float32,
-                WIDTH=width,
-                WIDTH_BLOCK=max(triton.next_power_of_2(width), _MIN_BLOCK),
-                HEADS=max(triton.next_power_of_2(num_heads), _MIN_BLOCK),
-                KEYS=_KEY_BLOCK,
+                *(query, weight, table, *queries, scores, first, longest, num_heads), **of_scores
             )
-        _choose[(count,)](
-            *(scores, *queries, selected, first, longest, num_selected),
-            UINT=tl.uint64 if is_double else tl.uint32,
-            BITS=64 if is_double else 32,
-            KEYS=_KEY_BLOCK,
-        )
+        _choose[(count,)](*(scores, *queries, selected, first, longest, num_selected), **of_choice)
     return selected
+
+
+def selection_constants(*, num_heads: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments that the kernels are compiled for, and how.
+
+    Args:
+        num_heads: index heads.
+        width: of an index head.
+        dtype: of queries and keys.
+    """
+    is_double = dtype == torch.float64
+    return {
+        "SUM": tl.float64 if is_double else tl.float32,
+        "UINT": tl.uint64 if is_double else tl.uint32,
+        "BITS": 64 if is_double else 32,
+        "WIDTH": width,
+        "WIDTH_BLOCK": max(triton.next_power_of_2(width), _MIN_BLOCK),
+        "HEADS": max(triton.next_power_of_2(num_heads), _MIN_BLOCK),
+        "KEYS": _KEY_BLOCK,
+        "enable_fp_fusion": False,
+    }
