@@ -32,15 +32,17 @@ configs = st.fixed_dictionaries(
 )
 
 
-@st.composite
-def layouts(draw):
-    """A forest of spans, 1 to 60 tokens."""
-    lengths = draw(st.lists(st.integers(1, 10), min_size=1, max_size=6))
-    spans = [
-        Span(length, draw(st.none() | st.integers(0, index - 1)) if index else None)
-        for index, length in enumerate(lengths)
-    ]
-    return Layout(tuple(spans))
+forests = st.lists(st.tuples(st.integers(1, 10), st.integers(-3, 4)), min_size=1, max_size=6)
+"""Spans: their length, and how far back their parent is; without a parent where that is nowhere."""
+
+
+def layout_of(forest):
+    return Layout(
+        tuple(
+            Span(length, index - back if 0 < back <= index else None)
+            for index, (length, back) in enumerate(forest)
+        )
+    )
 
 
 def make(config, seed, dtype=torch.float64):
@@ -56,13 +58,16 @@ def _backend(request, monkeypatch):
     monkeypatch.setenv(VARIABLE, request.param)
 
 
-given_once = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
-@given_once
-@given(config=configs, layout=layouts(), seed=st.integers(0, 99))
+@few
+@given(config=configs, forest=forests, seed=st.integers(0, 99))
 @pytest.mark.usefixtures("_backend")
-def test_a_span_of_any_packing_is_as_if_alone_behind_its_ancestors(config, layout, seed):
+def test_a_span_of_any_packing_is_as_if_alone_behind_its_ancestors(config, forest, seed):
+    layout = layout_of(forest)
     model, ids = make(config, seed), draw_ids(layout.num_tokens, seed)
     offsets = layout.offsets()
     with torch.no_grad():
@@ -75,9 +80,10 @@ def test_a_span_of_any_packing_is_as_if_alone_behind_its_ancestors(config, layou
             torch.testing.assert_close(here, alone[-span.length :], rtol=0, atol=1e-10)
 
 
-@given_once
-@given(config=configs, layout=layouts(), seed=st.integers(0, 99))
-def test_back_ends_agree_on_any_model_and_packing(config, layout, seed):
+@few
+@given(config=configs, forest=forests, seed=st.integers(0, 99))
+def test_back_ends_agree_on_any_model_and_packing(config, forest, seed):
+    layout = layout_of(forest)
     model, ids = make(config, seed), draw_ids(layout.num_tokens, seed)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -97,8 +103,8 @@ def test_back_ends_agree_on_any_model_and_packing(config, layout, seed):
         torch.testing.assert_close(got / scale, expected / scale, rtol=0, atol=1e-8)
 
 
-@given_once
-@given(config=configs, length=st.integers(2, 24), seed=st.integers(0, 99))
+@few
+@given(config=configs, length=st.integers(2, 16), seed=st.integers(0, 99))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "eager"])
 def test_prefill_and_decode_split_anywhere_agree_with_one_forward_pass(config, length, seed, dtype):
     model, ids = make(config, seed, dtype), draw_ids(length, seed)
