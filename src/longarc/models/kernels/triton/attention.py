@@ -297,7 +297,8 @@ class Sizes:
     @property
     def head_block(self) -> int:
         """Heads of one product."""
-        return min(max(triton.next_power_of_2(self.num_heads), _MIN_BLOCK), self.key_block)
+        whole: int = triton.next_power_of_2(self.num_heads)
+        return min(max(whole, _MIN_BLOCK), self.key_block)
 
     def by_heads(self) -> tuple[int, int]:
         """Return the grid of a kernel that works on one query and a block of heads."""
@@ -390,7 +391,7 @@ class _TritonAttention(torch.autograd.Function):
 def _add_by_row(grad_table: Tensor, rows: Tensor, grad_keys: Tensor) -> None:
     """Add each gradient to its row of the table, the first listed first."""
     order = rows.argsort(stable=True)[int((rows < 0).sum()) :]
-    found, counts = rows[order].unique_consecutive(return_counts=True)
+    found, counts = rows[order].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     width = grad_table.shape[1]
     block = min(triton.next_power_of_2(width), 128)
