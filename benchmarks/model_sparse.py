@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
+    "v_head_dim": 32,  # as wide as a key, as in GLM-5: SDPA falls back to a slow path otherwise
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
