@@ -5,9 +5,10 @@
   gradients, and the script ends with an error where they move a matrix differently by more than the
   bf16 explains in which ``torch.optim.Muon`` iterates. A second row has the same loop in fp32.
 * IndexShare: what one indexer for the four layers of ``longarc-nano`` saves (model_sharing.py).
+* Sparse attention at length (model_sparse.py) and the projection with GLM-5's vocabulary (model_projection.py).
 
-The sides of a row take turns, and the best of the repeats counts. Usage:
-python benchmarks/model.py [--repeats 15] [--quick]
+The sides of a Muon row take turns, and the best of the repeats counts. Usage:
+python benchmarks/model.py [--only muon sparse projection] [--repeats 15] [--quick]
 """
 
 import argparse
@@ -18,7 +19,9 @@ from collections.abc import Callable
 
 import torch
 from common import Table
+from model_projection import projection_rows
 from model_sharing import sharing_rows
+from model_sparse import sparse_rows
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
@@ -28,6 +31,7 @@ from longarc.trainer.muon import orthogonalise, update_scale
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import MuonRule, parameter_rule
 
+PARTS = ("muon", "sparse", "projection")
 MUON_BAR = 3.0
 BF16_DIFFERENCE = 0.05
 """Largest part of its way by which bf16 may lead a matrix astray; 0.02 was found."""
@@ -152,8 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     parser.add_argument(
-        "--repeats", type=int, default=15, help="turns of each side; the best counts"
+        "--repeats", type=int, default=15, help="turns of each side of Muon; the best counts"
     )
     parser.add_argument("--quick", action="store_true", help="one turn each: does it run at all?")
     options = parser.parse_args()
@@ -161,8 +166,14 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"one thread, best of {repeats}, load average {os.getloadavg()[0]:.1f}")
     table = Table()
-    muon_rows(table, repeats)
-    sharing_rows(table, best_s, repeats)
+    if "muon" in options.only:
+        muon_rows(table, repeats)
+    if "sharing" in options.only:
+        sharing_rows(table, best_s, repeats)
+    if "sparse" in options.only:
+        sparse_rows(table, num_repeats=1 if options.quick else 3, is_quick=options.quick)
+    if "projection" in options.only:
+        projection_rows(table, num_threads=1, num_repeats=1, is_quick=options.quick)
     table.close()
 
 

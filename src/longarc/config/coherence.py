@@ -64,11 +64,11 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
             _check_activations(name, model, stage.activations)
         if isinstance(stage, SupervisedConfig):
             _check_int4(name, model, stage.int4_group_size)
-        if isinstance(stage, DsaConfig) and model.family != "glm_moe_dsa":
-            raise ValueError(
-                f"stage {name!r} converts to sparse attention, but a {model.family} model has no "
-                f"indexer; remove the stage or use model.family = 'glm_moe_dsa'"
-            )
+        if isinstance(stage, DsaConfig):
+            try:
+                check_is_sparse(model, stage.context_tokens)
+            except ValueError as error:
+                raise ValueError(f"stage {name!r}: {error}") from error
         if isinstance(stage, DsaConfig) and isinstance(model, GlmMoeDsaConfig):
             _check_sharing(name, model, stage.index_topk_pattern)
 
@@ -102,6 +102,25 @@ def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
                 f"stage {name!r}: mtp trains a layer that the model does not have yet; set "
                 f"model.num_nextn_predict_layers = 1 (model.family = 'glm_moe_dsa'), or leave mtp out"
             )
+
+
+def check_is_sparse(model: ModelConfig, context_tokens: int) -> None:
+    """Refuse a conversion to sparse attention that has nothing to convert, or nothing to leave out.
+
+    Raises:
+        ValueError: names the values and what to change.
+    """
+    if model.family != "glm_moe_dsa":
+        raise ValueError(
+            f"it converts to sparse attention, but a {model.family} model has no indexer; remove the stage "
+            f"or use model.family = 'glm_moe_dsa'"
+        )
+    if model.index_topk >= context_tokens:
+        raise ValueError(
+            f"model.index_topk={model.index_topk} is not below context_tokens={context_tokens}, so every "
+            f"query would attend to all its keys and the indexer would decide nothing; lower "
+            f"model.index_topk, or raise context_tokens"
+        )
 
 
 def _check_activations(name: str, model: ModelConfig, activations: ActivationConfig) -> None:

@@ -55,7 +55,8 @@ class GlmMoeDsaConfig(Settings):
     index_head_dim: int = Field(16, ge=2)
     """Lightning-indexer width per head; at least qk_rope_head_dim."""
     index_topk: int = Field(64, ge=1)
-    """Keys each query attends to [tokens]; keep it below the contexts in use, or nothing is sparse."""
+    """Keys each query attends to [tokens]; keep it below the contexts in use, or nothing is sparse. More than the
+    longest context is no error: checkpoints with a short context exist, and all their keys are attended to."""
     index_topk_freq: int = Field(1, ge=1)
     """Of so many layers one has an indexer, and the others reuse its selection; 1 gives every layer one,
     4 in GLM-5.2."""
@@ -88,6 +89,11 @@ class GlmMoeDsaConfig(Settings):
     mtp_query_position: Literal["advance", "stay"] = "advance"
     """Where a later depth's query stands (not published): ``advance`` at the token it reads, one further with every
     depth, as in inference; ``stay`` at the position whose keys it shares, as in Megatron's training."""
+
+    @property
+    def num_selected(self) -> int:
+        """Keys that a query can attend to at most [tokens]: index_topk, or all where the context is shorter."""
+        return min(self.index_topk, self.max_position_embeddings)
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> Self:
@@ -175,6 +181,12 @@ class LlamaConfig(Settings):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
                 f"{self.num_attention_heads}; set head_dim"
+            )
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        if width % 2:
+            raise ValueError(
+                f"the heads are {width} wide (head_dim, or hidden_size={self.hidden_size} / "
+                f"num_attention_heads={self.num_attention_heads}), but rotation acts on pairs; set an even head_dim"
             )
         return self
 

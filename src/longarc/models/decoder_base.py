@@ -25,12 +25,14 @@ from longarc.models.activations import Activations
 from longarc.models.cache import SlotCache
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.key_lists import KeyLists
 from longarc.models.kernels.native import native_for
 from longarc.models.layers import RMSNorm, Rotation, check_ids, pad_rows, padded_rows
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
 from longarc.models.projection import project_logits
 from longarc.models.selection import Selection
+from longarc.models.sparse_attention import Backend, backend_for
 
 Attention: TypeAlias = Literal["dense", "sparse"]
 IndexerLoss: TypeAlias = Literal["none", "warmup", "sparse"]
@@ -60,6 +62,8 @@ class Pass:
     """Rows that are tokens; the rest, up to the padded row count, are zeros that nobody attends to."""
     plan: AttentionPlan
     attention: Attention
+    backend: Backend
+    """What computes sparse attention and key selection."""
     indexer_loss: IndexerLoss = "none"
     indexer_stride: int = 1
     """The sparse indexer loss looks at every ``indexer_stride``-th query."""
@@ -68,6 +72,8 @@ class Pass:
     cache: SlotCache | None = None
     flat_runs: FlatRuns | None = None
     """The plan for the native kernels, where they can do the attention of this pass."""
+    key_lists: KeyLists | None = None
+    """The plan for Triton's key selection, where that is the back-end."""
     cache_rows: Int[Tensor, " tokens"] | None = None
     """Where the tokens' own rows go in the cache."""
 
@@ -213,11 +219,14 @@ class Decoder(nn.Module):
         positions = layout.position_ids()
         self._check_length(int(positions.max()) + 1)
         plan = AttentionPlan.of_layout(layout, token_ids.device)
+        backend = backend_for(self.output_weight)
         step = Pass(
             rotation=self.rotation(self._padded(positions)),
             num_tokens=num_tokens,
             plan=plan,
+            backend=backend,
             flat_runs=plan.flat_runs() if native_for(self.output_weight) else None,
+            key_lists=self._key_lists(plan, num_tokens, backend),
             attention=attention,
             indexer_loss=indexer_loss,
             indexer_stride=indexer_stride,
@@ -286,13 +295,17 @@ class Decoder(nn.Module):
             positions.extend(range(start, start + count))
             first_row = slot * cache.max_length + start
             rows.extend(range(first_row, first_row + count))
+        plan = AttentionPlan.of_slots(
+            slots, starts, counts, max_length=cache.max_length, device=token_ids.device
+        )
+        backend = backend_for(self.output_weight)
         step = Pass(
             rotation=self.rotation(self._padded(torch.tensor(positions))),
             num_tokens=num_tokens,
-            plan=AttentionPlan.of_slots(
-                slots, starts, counts, max_length=cache.max_length, device=token_ids.device
-            ),
+            plan=plan,
             attention=attention,
+            backend=backend,
+            key_lists=self._key_lists(plan, cache.num_slots * cache.max_length, backend),
             cache=cache,
             cache_rows=torch.tensor(rows, device=token_ids.device),
         )
@@ -319,7 +332,7 @@ class Decoder(nn.Module):
         """
         self._check_length(max_length)
         weight = self.output_weight
-        if native_for(*self.parameters()):
+        if native_for(*self.parameters()) and backend_for(weight) == "cpu":
             return self._native_cache(num_slots, max_length)
         return SlotCache(
             self.cache_widths(),
@@ -330,6 +343,11 @@ class Decoder(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
+
+    def _key_lists(self, plan: AttentionPlan, num_rows: int, backend: Backend) -> KeyLists | None:
+        if backend != "triton":
+            return None
+        return plan.key_lists(num_rows, self.output_weight.device)
 
     @abstractmethod
     def _native_cache(self, num_slots: int, max_length: int) -> NativeDecoder:

@@ -8,7 +8,6 @@ P positions, S selected keys, R rows of the key table, L layers that use one sel
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,29 +16,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longarc.algos.index_share import shared_index_loss
-from longarc.algos.selection import NO_KEY, select_keys
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.models.kernels import attention as native_attention
+from longarc.errors import ContractError
+from longarc.models.decoder_base import Pass
 from longarc.models.kernels import rows as native_rows
-from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.native import native_for
+from longarc.models.key_selection import (
+    IndexerRows,
+    full_precision,
+    index_scores,
+    index_scores_batched,
+    select_rows,
+)
 from longarc.models.layers import Linear, Rotation
-from longarc.models.plan import AttentionPlan, QueryRun, SingleQueries
+from longarc.models.plan import QueryRun
 
 SCORED_FLOATS = 1 << 18
-"""Upper bound on the scores of one block of queries, all heads [numbers]."""
+"""Upper bound on the scores of one block of queries, all heads [numbers], where the indexer learns."""
 MIN_HEADS = 4
 """A product of fewer rows takes another kernel, which rounds differently; heads are padded to this."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndexerRows:
-    """What the indexer computes for each token."""
-
-    query: Float[Tensor, "T j i"]
-    key: Float[Tensor, "T i"]
-    weight: Float[Tensor, "T j"]
-    """Weight of each head, with both scale factors."""
 
 
 class Indexer(nn.Module):
@@ -49,7 +44,7 @@ class Indexer(nn.Module):
         super().__init__()
         self._num_heads, self._width = config.index_n_heads, config.index_head_dim
         self._rope_width = config.qk_rope_head_dim
-        self._num_selected = config.index_topk
+        self._num_selected = config.num_selected
         self.wq_b = Linear(config.q_lora_rank, self._num_heads * self._width)
         self.wk = Linear(config.hidden_size, self._width)
         self.k_norm = nn.LayerNorm(self._width, eps=1e-6)
@@ -66,13 +61,39 @@ class Indexer(nn.Module):
         r = self._rope_width
         both = torch.cat([rotation.apply(both[..., :r]), both[..., r:]], dim=-1)
         scale = float(self._num_heads * self._width) ** -0.5
-        weight = _full_precision(self.weights_proj(x)) * scale
+        weight = full_precision(self.weights_proj(x)) * scale
         query, key = both[:, :-1], both[:, -1]
         if self._num_heads < MIN_HEADS:
             missing = MIN_HEADS - self._num_heads
             query = F.pad(query, (0, 0, 0, missing))
             weight = F.pad(weight, (0, missing))
         return IndexerRows(query, key, weight)
+
+    @staticmethod
+    def check_finite(rows: IndexerRows, layer: int) -> None:
+        """Refuse rows whose scores would be NaN: no order of keys means anything then.
+
+        One sum per tensor, so that it can stand in every training step; NaN and infinity survive it.
+
+        Args:
+            rows: of the tokens.
+            layer: for the message.
+
+        Raises:
+            ContractError: names the layer and the first token.
+        """
+        parts = {"query": rows.query, "key": rows.key, "weight": rows.weight}
+        total = sum(part.detach().sum(dtype=rows.weight.dtype) for part in parts.values())
+        if bool(torch.isfinite(torch.as_tensor(total))):
+            return
+        for name, part in parts.items():
+            is_bad_T = ~part.flatten(1).isfinite().all(dim=1)
+            if bool(is_bad_T.any()):
+                raise ContractError(
+                    f"layer {layer}: the indexer's {name} of packed token {int(is_bad_T.nonzero()[0])} is not "
+                    f"finite, so its scores are NaN and select no keys. The weights are damaged or the "
+                    f"training has diverged: go back to an earlier checkpoint and lower the learning rate"
+                )
 
     def _normed(self, key: Tensor) -> Tensor:
         norm = self.k_norm
@@ -81,74 +102,18 @@ class Indexer(nn.Module):
         normed: Tensor = norm(key)
         return normed
 
-    @torch.no_grad()
     def select(
-        self,
-        rows: IndexerRows,
-        table_Ri: Float[Tensor, "R i"],
-        plan: AttentionPlan,
-        flat_runs: FlatRuns | None = None,
+        self, rows: IndexerRows, table_Ri: Float[Tensor, "R i"], step: Pass
     ) -> Int[Tensor, "N S"]:
-        """Return the table rows each query attends to, by ascending position, -1 last.
-
-        The width is always ``index_topk``, so that a query has the same shapes in every batch.
-
-        Args:
-            rows: of the queries.
-            table_Ri: keys.
-            plan: which queries see which keys.
-            flat_runs: the same, where the native kernels can do the work.
-        """
-        if flat_runs is not None:
-            return native_attention.select(
-                flat_runs, rows.query, rows.weight, table_Ri, num_selected=self._num_selected
-            )
-        num_queries = sum(run.num_queries for run in plan.runs)
-        if plan.singles is not None:
-            num_queries += len(plan.singles.num_keys)
-        selected_NS = torch.empty(
-            num_queries, self._num_selected, dtype=torch.long, device=table_Ri.device
-        )
-        for run in plan.runs:
-            keys_Pi = table_Ri[run.key_rows]
-            for block in run.blocks(self._block_size(run)):
-                positions_QS = self._select_block(rows, keys_Pi[: block.num_keys], block)
-                selected_NS[block.queries] = block.rows_at(positions_QS)
-        if plan.singles is not None:
-            positions_BS = self._select_singles(rows, table_Ri, plan.singles)
-            selected_NS[plan.singles.queries] = plan.singles.rows_at(positions_BS)
-        return selected_NS
-
-    def _block_size(self, run: QueryRun) -> int:
-        return max(1, SCORED_FLOATS // (max(self._num_heads, MIN_HEADS) * run.num_keys))
-
-    def _select_block(self, rows: IndexerRows, keys_Pi: Tensor, block: QueryRun) -> Tensor:
-        position_Q1 = torch.arange(block.first_position, block.num_keys, device=keys_Pi.device)[
-            :, None
-        ]
-        if block.num_keys <= self._num_selected:
-            candidate_S = torch.arange(self._num_selected, device=keys_Pi.device)
-            return torch.where(candidate_S <= position_Q1, candidate_S, NO_KEY)
-        scores_QP = index_scores(rows.query[block.queries], rows.weight[block.queries], keys_Pi)
-        future_QP = torch.arange(block.num_keys, device=keys_Pi.device) > position_Q1
-        return select_keys(
-            scores_QP.masked_fill_(future_QP, float("-inf")), num_selected=self._num_selected
-        )
-
-    def _select_singles(
-        self, rows: IndexerRows, table_Ri: Tensor, singles: SingleQueries
-    ) -> Tensor:
-        if singles.max_keys <= self._num_selected:
-            candidate_S = torch.arange(self._num_selected, device=table_Ri.device)
-            return torch.where(candidate_S < singles.num_keys[:, None], candidate_S, NO_KEY)
-        scores_BP = index_scores_batched(
-            rows.query[singles.queries],
-            rows.weight[singles.queries],
-            singles.key_window(table_Ri),
-        )
-        return select_keys(
-            scores_BP.masked_fill_(singles.hidden_keys(), float("-inf")),
+        """Return the table rows each query attends to, by ascending position, -1 last."""
+        return select_rows(
+            rows,
+            table_Ri,
+            step.plan,
             num_selected=self._num_selected,
+            backend=step.backend,
+            flat_runs=step.flat_runs,
+            key_lists=step.key_lists,
         )
 
     @staticmethod
@@ -212,38 +177,6 @@ class Indexer(nn.Module):
             preserve_rng_state=False,
         )
         return loss
-
-
-def index_scores(
-    query_Qji: Float[Tensor, "Q j i"], weight_Qj: Float[Tensor, "Q j"], key_Pi: Float[Tensor, "P i"]
-) -> Float[Tensor, "Q P"]:
-    """Score all keys for each query of a block."""
-    query_Xi = _full_precision(query_Qji).flatten(0, 1)
-    dot_QjP = (query_Xi @ _full_precision(key_Pi).mT).view(*query_Qji.shape[:2], -1)
-    return _sum_heads(dot_QjP, weight_Qj)
-
-
-def index_scores_batched(
-    query_Bji: Float[Tensor, "B j i"],
-    weight_Bj: Float[Tensor, "B j"],
-    key_BPi: Float[Tensor, "B P i"],
-) -> Float[Tensor, "B P"]:
-    """Score for each query its own keys."""
-    return _sum_heads(_full_precision(query_Bji) @ _full_precision(key_BPi).mT, weight_Bj)
-
-
-def _sum_heads(dot_QjP: Tensor, weight_Qj: Tensor) -> Tensor:
-    """Add the heads up one after another: a fixed order, whatever the shape."""
-    first, second, *others = (dot_QjP.relu_() * weight_Qj[..., None]).unbind(1)
-    total_QP = first + second
-    for head_QP in others:
-        total_QP += head_QP
-    return total_QP
-
-
-def _full_precision(x: Tensor) -> Tensor:
-    """Scores are compared, so they are computed in fp32 or better."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gathered_kl(

@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from longarc.config.index_share import layers_served
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.errors import ContractError
-from longarc.models.attention import dense_attention, sparse_attention
+from longarc.models.attention import dense_attention
 from longarc.models.decoder_base import Pass, with_padding
-from longarc.models.indexer import SCORED_FLOATS, Indexer, IndexerRows
+from longarc.models.indexer import SCORED_FLOATS, Indexer
 from longarc.models.kernels import attention as native_attention
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
+from longarc.models.key_selection import IndexerRows
 from longarc.models.layers import Linear, RMSNorm
 from longarc.models.selection import Selection
+from longarc.models.sparse_attention import sparse_attention
 
 
 class SparseLatentAttention(nn.Module):
@@ -125,10 +127,13 @@ class SparseLatentAttention(nn.Module):
             rows = indexer.project(x, q_latent, step.rotation)
             n = step.num_tokens
             rows = IndexerRows(rows.query[:n], rows.key[:n], rows.weight[:n])
+        if torch.is_grad_enabled():
+            # Where nothing is trained, as in an engine, a broken sequence is the caller's to find.
+            indexer.check_finite(rows, self._layer)
         table = step.table("index_keys", self._layer, rows.key)
         selected_NS = None
         if step.attention == "sparse":
-            selected_NS = indexer.select(rows, table, step.plan, step.flat_runs)
+            selected_NS = indexer.select(rows, table, step)
         return Selection(selected_NS, rows if needs_loss else None)
 
     def _sparse(
@@ -136,21 +141,16 @@ class SparseLatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Selection]:
         selected_NS = selection.rows
         assert selected_NS is not None
-        attention_NS: Tensor | None
-        if step.flat_runs is not None:
-            attended, attention_NS = native_attention.sparse_attention(
-                step.flat_runs,
-                query_Nnd,
-                latent,
-                selected_NS,
-                value_width=self._latent,
-                scale=self._scale,
-                with_mass=step.indexer_loss != "none",
-            )
-        else:
-            attended, attention_NS = sparse_attention(
-                query_Nnd, latent, selected_NS, value_width=self._latent, scale=self._scale
-            )
+        attended, attention_NS = sparse_attention(
+            query_Nnd,
+            latent,
+            selected_NS,
+            value_width=self._latent,
+            scale=self._scale,
+            backend=step.backend,
+            flat_runs=step.flat_runs,
+            with_mass=step.indexer_loss != "none",
+        )
         indexer_rows = selection.indexer_rows
         if indexer_rows is None or attention_NS is None:
             return attended, None, selection

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.models.attention import dense_attention, sparse_attention
+from longarc.models.attention import dense_attention
 from longarc.models.decoder_base import Attention, Pass, with_padding
 from longarc.models.draft_rows import DraftRows, draft_rows
 from longarc.models.indexer import Indexer
@@ -34,6 +34,7 @@ from longarc.models.layout import Layout
 from longarc.models.mla import SparseLatentAttention, per_head
 from longarc.models.moe import MixtureOfExperts
 from longarc.models.plan import AttentionPlan
+from longarc.models.sparse_attention import backend_for, sparse_attention
 
 RotationOf = Callable[[Int[Tensor, " rows"]], Rotation]
 """Gives the rotation of rows at these positions: the main model's."""
@@ -102,19 +103,16 @@ class DraftAttention(SparseLatentAttention):
         self, query_Nnd: Tensor, keys: DraftKeys, step: Pass
     ) -> tuple[Tensor, Tensor | None]:
         width, scale, runs = self._latent, self._scale, step.flat_runs
-        if keys.selected is not None and runs is not None:
-            return native_attention.sparse_attention(
-                runs,
+        if keys.selected is not None:
+            return sparse_attention(
                 query_Nnd,
                 keys.latent,
                 keys.selected,
                 value_width=width,
                 scale=scale,
+                backend=step.backend,
+                flat_runs=runs,
                 with_mass=step.indexer_loss != "none",
-            )
-        if keys.selected is not None:
-            return sparse_attention(
-                query_Nnd, keys.latent, keys.selected, value_width=width, scale=scale
             )
         key_R1d = keys.latent[:, None]
         if runs is not None:
@@ -315,6 +313,7 @@ class MultiTokenPredictor(nn.Module):
             rotation=rotation_of(pad_rows(place, padded_rows(len(place)))),
             num_tokens=len(positions),
             plan=plan,
+            backend=backend_for(self.eh_proj.weight),
             flat_runs=plan.flat_runs() if native_for(self.eh_proj.weight) else None,
             attention=attention,
         )

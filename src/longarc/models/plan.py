@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longarc.algos.selection import NO_KEY
 from longarc.models.kernels.attention import FlatRuns
+from longarc.models.kernels.key_lists import KeyLists
 from longarc.models.layout import Layout
 
 
@@ -124,6 +125,51 @@ class AttentionPlan:
                 for run in self.runs
             ]
         )
+
+    def key_lists(self, num_rows: int, device: torch.device) -> KeyLists:
+        """Return what each query sees as the Triton kernels read it.
+
+        Args:
+            num_rows: rows of the table.
+            device: where the lists go.
+        """
+        lists, num_listed = [torch.arange(num_rows, device=device)], num_rows
+        first_keys = torch.empty(self.num_queries, dtype=torch.long, device=device)
+        num_keys = torch.empty_like(first_keys)
+        for run in self.runs:
+            if isinstance(run.key_rows, slice):
+                first_keys[run.queries] = run.key_rows.start
+            else:
+                first_keys[run.queries] = num_listed
+                lists.append(run.key_rows)
+                num_listed += len(run.key_rows)
+            num_keys[run.queries] = torch.arange(
+                run.first_position + 1, run.num_keys + 1, device=device
+            )
+        longest = [run.num_keys for run in self.runs]
+        if self.singles is not None:
+            first_keys[self.singles.queries] = self.singles.first_rows
+            num_keys[self.singles.queries] = self.singles.num_keys
+            longest.append(self.singles.max_keys)
+        return KeyLists(torch.cat(lists), first_keys, num_keys, max(longest))
+
+    def visible_rows(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+        """Yield every query, by its packed index, and the rows that it sees by position."""
+        for run in self.runs:
+            rows = run.key_row_list().to(device)
+            for index in range(run.num_queries):
+                yield run.first_query + index, rows[: run.first_position + index + 1]
+        if self.singles is not None:
+            queries = torch.arange(self.num_queries)[self.singles.queries]
+            for index, query in enumerate(queries.tolist()):
+                first, count = self.singles.first_rows[index], self.singles.num_keys[index]
+                yield query, torch.arange(int(first), int(first + count), device=device)
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of the pass."""
+        singles = 0 if self.singles is None else len(self.singles.num_keys)
+        return sum(run.num_queries for run in self.runs) + singles
 
     @classmethod
     def of_slots(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longarc.models.indexer import IndexerRows
+from longarc.models.key_selection import IndexerRows
 
 
 @dataclass(frozen=True, slots=True)

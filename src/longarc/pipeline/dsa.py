@@ -6,13 +6,13 @@ model trains on the keys that the indexer selects, and the indexer goes on learn
 attention of all layers that use its selection. Source: GLM-5 report (arXiv:2602.15763), section 2.1.1.
 """
 
+from longarc.config.coherence import check_is_sparse
 from longarc.config.index_share import kinds_of
 from longarc.config.stages import DsaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
 from longarc.models.index_share import with_shared_indexers
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.midtrain import supports_sparse
 from longarc.pipeline.supervised import drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.runs.checkpoint import read_manifest
@@ -23,14 +23,13 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
     """Warm the indexer up, then train sparsely.
 
     Raises:
-        ConfigError: the model has no indexer, or indexers that do not fit the pattern.
+        ConfigError: the model has no indexer, it would select every key, or its indexers do not fit the pattern.
     """
     loaded = workspace.load(workspace.input_checkpoint(stage))
-    if not supports_sparse(loaded.model):
-        raise ConfigError(
-            f"stage {stage!r} converts to sparse attention, but a {loaded.model.config.family} model has no "
-            f"indexer; remove the stage or use family = 'glm_moe_dsa'"
-        )
+    try:
+        check_is_sparse(loaded.model.config, config.context_tokens)
+    except ValueError as error:
+        raise ConfigError(f"stage {stage!r}: {error}") from error
     model = loaded.model
     if config.index_topk_pattern is not None:
         model = with_shared_indexers(model, kinds_of(config.index_topk_pattern))

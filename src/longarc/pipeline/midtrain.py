@@ -1,6 +1,5 @@
 """Stage ``midtrain``: the same model on longer contexts, with a raised RoPE base."""
 
-from longarc.config.model import GlmMoeDsaConfig
 from longarc.config.stages import MidtrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -42,8 +41,3 @@ def with_rope_theta(model: Decoder, rope_theta: float | None) -> Decoder:
     raised = build_model(config, seed=0)
     raised.load_state_dict(model.state_dict())
     return raised
-
-
-def supports_sparse(model: Decoder) -> bool:
-    """Say whether the model has an indexer to select keys with."""
-    return isinstance(model.config, GlmMoeDsaConfig)

@@ -9,7 +9,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 LAST_LINE = re.compile(r"bars: (\d+) of (\d+) hold")
-SCRIPTS = ("asynchronous", "engine", "exactness", "grpo", "kill_test", "model", "sandbox")
+SCRIPTS = (
+    *("asynchronous", "engine", "exactness", "grpo", "kill_test", "model", "model_projection"),
+    *("model_sparse", "sandbox", "sparse_quality"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,45 @@ def test_without_a_finished_run_no_bar_of_the_asynchronous_benchmark_holds(
     output = capsys.readouterr().out
     assert "make quickstart" in output
     assert last_counts(output) == (0, 4)
+
+
+def test_without_a_finished_run_no_bar_of_the_quality_of_sparse_attention_holds(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "argv", ["sparse_quality.py", "--run", str(tmp_path)])
+    assert import_module("sparse_quality").main() == 1
+    output = capsys.readouterr().out
+    assert "make quickstart" in output
+    assert last_counts(output) == (0, 4)
+
+
+def measured(monkeypatch, *, ours, theirs):
+    """Let the sides of the sparse benchmark measure what is given: time [s] and memory [MB] at 8,192 tokens."""
+    bench = import_module("model_sparse")
+
+    def measure(name, num_tokens, what, *, repeats=1):
+        time_s, peak_mb = ours if name == "ours" else theirs
+        length = num_tokens / 8192
+        return bench.Measured(time_s * length, peak_mb * length, indexer_frac=0.5, norm=1.0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    return bench
+
+
+def test_the_bars_of_sparse_attention_are_parts_of_what_transformers_takes(capsys, monkeypatch):
+    table = import_module("common").Table()
+    bench = measured(monkeypatch, ours=(2.0, 100.0), theirs=(10.0, 1250.0))
+    bench.sparse_rows(table, num_repeats=1, is_quick=False)
+    table.close()
+    assert last_counts(capsys.readouterr().out) == (8, 8)
+
+
+def test_a_side_that_is_too_slow_or_too_large_misses_its_bars(capsys, monkeypatch):
+    table = import_module("common").Table()
+    bench = measured(monkeypatch, ours=(3.1, 200.0), theirs=(10.0, 1250.0))
+    bench.sparse_rows(table, num_repeats=1, is_quick=False)
+    table.close()
+    assert last_counts(capsys.readouterr().out) == (4, 8)
 
 
 def test_every_arm_takes_the_same_steps_over_the_same_groups():

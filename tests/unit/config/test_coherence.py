@@ -150,6 +150,18 @@ def test_a_model_without_an_indexer_cannot_be_made_sparse():
         validated(Recipe, tree, source="recipe")
 
 
+def test_a_selection_that_leaves_nothing_out_is_no_conversion():
+    tree = copy.deepcopy(RECIPE)
+    tree["model"] = {"family": "glm_moe_dsa", "index_topk": 128}
+    tree["stages"]["dsa"] = {
+        "kind": "dsa", "num_steps": 1, "warmup_steps": 1, "context_tokens": 128
+    }  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"'dsa'.*index_topk=128 is not below context_tokens=128.*lower"
+    ):
+        validated(Recipe, tree, source="recipe")
+
+
 @pytest.mark.parametrize("stage", ["pretrain", "rl", "distill"])
 def test_a_warmup_longer_than_its_stage_is_refused(stage):
     tree = copy.deepcopy(RECIPE)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from longarc.errors import ContractError
-from longarc.models import attention, indexer, mla
+from longarc.models import indexer, key_selection, mla
 from longarc.models.build import build_model
 from longarc.models.layout import Layout, Span
 from model_cases import sharpened, small_glm
@@ -54,6 +54,7 @@ def test_the_loss_is_the_divergence_written_out(
 ):
     """One layer; every quantity recomputed for each query from the modules' own weights."""
     monkeypatch.setattr(indexer, "SCORED_FLOATS", block_floats)
+    monkeypatch.setattr(key_selection, "SCORED_FLOATS", block_floats)
     monkeypatch.setattr(mla, "SCORED_FLOATS", block_floats)
     model = sharpened(build_model(small_glm(num_hidden_layers=1), seed=3)).double()
     ids, layout = make_ids(50), Layout((Span(20), Span(18, 0), Span(12, 0)))
@@ -108,36 +109,3 @@ def test_training_on_the_loss_brings_the_indexer_closer(glm, make_ids):
 def test_a_loss_for_the_other_kind_of_attention_is_refused(glm, make_ids, attention_mode, loss):
     with pytest.raises(ContractError, match="does not go with"):
         glm(make_ids(5), Layout.documents([5]), attention=attention_mode, indexer_loss=loss)
-
-
-@pytest.mark.parametrize("block_floats", [1, 1 << 20])
-def test_sparse_attention_has_the_gradient_of_masked_attention(monkeypatch, block_floats):
-    monkeypatch.setattr(attention, "GATHERED_FLOATS", block_floats)
-    generator = torch.Generator().manual_seed(2)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    query, table, grad = draw(9, 3, 6), draw(11, 6), draw(9, 3, 4)
-    rows = torch.full((9, 5), -1)
-    mask = torch.zeros(9, 11, dtype=torch.bool)
-    for q in range(9):
-        chosen = torch.randperm(11, generator=generator)[: 1 + q % 5].sort().values
-        rows[q, : len(chosen)] = chosen
-        mask[q, chosen] = True
-
-    def masked(query, table):
-        score = torch.einsum("qnd,kd->qnk", query, table) * 0.3
-        p = score.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
-        return torch.einsum("qnk,kv->qnv", p, table[:, :4]), p.sum(1)
-
-    inputs = [t.requires_grad_() for t in (query, table)]
-    output, probability = attention.sparse_attention(query, table, rows, value_width=4, scale=0.3)
-    expected, expected_probability = masked(query, table)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(
-        probability, expected_probability.gather(1, rows.clamp_min(0)).masked_fill(rows < 0, 0.0)
-    )
-    for got, want in zip(
-        torch.autograd.grad(output, inputs, grad),
-        torch.autograd.grad(expected, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)

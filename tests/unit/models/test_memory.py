@@ -1,7 +1,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longarc.models import attention, indexer
+from longarc.models import gathered_attention, indexer, key_selection
 from longarc.models.build import build_model
 from longarc.models.layout import Layout, Span
 from model_cases import small_glm
@@ -20,7 +20,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_sparse_training_never_holds_a_number_per_query_and_key(monkeypatch):
-    monkeypatch.setattr(attention, "GATHERED_FLOATS", 1 << 12)
+    monkeypatch.setattr(gathered_attention, "GATHERED_FLOATS", 1 << 12)
+    monkeypatch.setattr(key_selection, "SCORED_FLOATS", 1 << 12)
     monkeypatch.setattr(indexer, "SCORED_FLOATS", 1 << 12)
     model = build_model(small_glm(max_position_embeddings=1024), seed=0)
     ids = torch.randint(0, 64, (900,), generator=torch.Generator().manual_seed(0))

@@ -335,7 +335,7 @@ class NativeGlmMoeDsa(NativeDecoder):
             value=config.v_head_dim,
             index_heads=config.index_n_heads,
             index_dim=config.index_head_dim,
-            index_topk=config.index_topk,
+            index_topk=config.num_selected,
             is_sparse=is_sparse,
             eps=config.rms_norm_eps,
             latent_eps=config.rms_norm_eps if latent_eps is None else latent_eps,

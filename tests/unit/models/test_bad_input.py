@@ -1,0 +1,75 @@
+"""Models that cannot be built or trained as asked say which field is wrong and what to do."""
+
+import json
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from longarc.errors import ConfigError, ContractError
+from longarc.models.build import build_model
+from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
+from longarc.models.layout import Layout
+from model_cases import sharpened, small_glm, small_llama
+
+
+@pytest.mark.parametrize(
+    ("weight", "part"), [("wk", "key"), ("wq_b", "query"), ("weights_proj", "weight")]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", [("sparse", "none"), ("sparse", "sparse"), ("dense", "warmup")])
+def test_scores_that_are_not_finite_name_layer_and_token(glm, make_ids, weight, part, value, mode):
+    getattr(glm.model.layers[2].self_attn.indexer, weight).weight.data[0] = value
+    attention, loss = mode
+    with pytest.raises(
+        ContractError, match=f"layer 2: the indexer's {part} of packed token 0 .*lower"
+    ):
+        glm(make_ids(30), Layout.documents([30]), attention=attention, indexer_loss=loss)
+
+
+def test_the_token_is_the_first_one_that_is_broken(glm, make_ids):
+    ids = make_ids(30).clamp_max(62)
+    ids[17] = 63
+    glm.model.embed_tokens.weight.data[63] = float("nan")
+    with pytest.raises(ContractError, match=r"layer 0: .* of packed token 17 "):
+        glm(ids, Layout.documents([30]))
+
+
+def test_without_gradients_a_broken_sequence_is_left_to_the_caller(glm, make_ids):
+    glm.model.layers[0].self_attn.indexer.wk.weight.data[0] = float("nan")
+    with torch.no_grad():
+        assert glm(make_ids(30), Layout.documents([30])).hidden.shape == (30, 32)
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_a_selection_wider_than_the_context_is_dense_attention(make_ids, monkeypatch, native):
+    monkeypatch.setenv("LONGARC_NATIVE", native)
+    config = small_glm(index_topk=10**9, max_position_embeddings=40)
+    model, ids = sharpened(build_model(config, seed=3)), make_ids(40)
+    sparse = model(ids, Layout.documents([40]), attention="sparse").hidden
+    dense = model(ids, Layout.documents([40]), attention="dense").hidden
+    torch.testing.assert_close(sparse, dense, rtol=0, atol=1e-5)
+    decoded = model.extend(ids, [0], [0], [40], model.new_cache(1, 40))
+    torch.testing.assert_close(decoded, dense, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (small_glm, {"qk_rope_head_dim": 5}, "qk_rope_head_dim=5 must be even"),
+        (small_glm, {"index_head_dim": 2}, "index_head_dim=2 is smaller than qk_rope_head_dim=4"),
+        (small_llama, {"head_dim": 7}, "heads are 7 wide .*set an even head_dim"),
+        (small_llama, {"hidden_size": 36}, "heads are 9 wide .*hidden_size=36"),
+    ],
+)
+def test_sizes_that_cannot_be_rotated_are_refused(make, changes, message):
+    with pytest.raises(ValidationError, match=message):
+        make(**changes)
+
+
+def test_a_checkpoint_with_an_odd_rotary_size_is_refused(tmp_path):
+    save_pretrained_dir(build_model(small_glm(), seed=0), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"qk_rope_head_dim": 5}))
+    with pytest.raises(ConfigError, match="qk_rope_head_dim=5 must be even"):
+        load_pretrained_dir(tmp_path)
