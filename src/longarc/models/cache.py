@@ -38,6 +38,10 @@ class SlotCache:
         """Return all rows of one kind in one layer, slot after slot."""
         return self._rows[name][layer]
 
+    def reusable(self, slot: int, length: int) -> int:
+        """Return how much of a slot's first ``length`` positions another sequence can continue: all of it."""
+        return length
+
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to another, in all layers.
 

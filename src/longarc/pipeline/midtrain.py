@@ -1,8 +1,9 @@
 """Stage ``midtrain``: the same model on longer contexts, with a raised RoPE base."""
 
-from longarc.config.model import GlmMoeDsaConfig
+from longarc.config.model import GlmHybridConfig, GlmMoeDsaConfig
 from longarc.config.stages import MidtrainConfig
 from longarc.models.build import build_model
+from longarc.models.conversion import to_hybrid
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.supervised import train_supervised
@@ -11,9 +12,12 @@ from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
-    """Continue next-token prediction, densely, on documents that need their whole length."""
+    """Continue next-token prediction on documents that need their whole length, with new attention where asked."""
     loaded = workspace.load(workspace.input_checkpoint(stage))
     seed = workspace.recipe.seed + 1
+    model = with_rope_theta(loaded.model, config.rope_theta)
+    if config.pattern is not None:
+        model = to_hybrid(model, config.pattern, seed=seed)
     await train_supervised(
         workspace,
         stage=stage,
@@ -24,10 +28,10 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
             micro_batch_tokens=config.micro_batch_tokens,
             int4_group_size=config.int4_group_size,
             activations=config.activations,
-            attention=loaded.attention,
+            attention=loaded.attention if config.pattern is None else "dense",
             router_bias_rate=config.router_bias_rate,
         ),
-        model=with_rope_theta(loaded.model, config.rope_theta),
+        model=model,
         policy_version=loaded.manifest.policy_version,
         documents=text_and_demonstrations(workspace, stage, config, seed=seed),
     )
@@ -45,4 +49,6 @@ def with_rope_theta(model: Decoder, rope_theta: float | None) -> Decoder:
 
 def supports_sparse(model: Decoder) -> bool:
     """Say whether the model has an indexer to select keys with."""
-    return isinstance(model.config, GlmMoeDsaConfig)
+    return isinstance(model.config, GlmMoeDsaConfig) and not isinstance(
+        model.config, GlmHybridConfig
+    )
