@@ -14,14 +14,16 @@ import torch
 from longarc.config.model import AttentionPattern
 from longarc.config.stages import CorpusConfig
 from longarc.config.training import OptimizerConfig
-from longarc.data.documents import DocumentStream
 from longarc.data.needles import KINDS, NeedleTexts
 from longarc.models.conversion import num_new_parameters, to_hybrid
 from longarc.models.decoder_base import Decoder
+from longarc.models.hf_weights import load_weights, save_weights
 from longarc.models.layout import Layout
 from longarc.models.variants.hybrid import Hybrid
-from longarc.pipeline.needles import score_kind
-from longarc.pipeline.text import StepDocuments, corpus_texts
+from longarc.pipeline.demonstrations import interleaved
+from longarc.pipeline.needles import needle_document, score_kind
+from longarc.pipeline.supervised import Documents
+from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.alignment import AttentionAlignment
@@ -33,6 +35,10 @@ UNTRAINED = ("full", "interleaved", "searched")
 """Variants that are scored without training too: they need none to work."""
 
 
+BASE_SEED = 1_000_000
+"""Seed of the data that the common base trains on; no variant sees them again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """What is compared, and how; what a cell depends on."""
@@ -41,6 +47,8 @@ class Study:
     tokenizer: str
     weights: str
     """Digest of the checkpoint's weights."""
+    base_steps: int
+    """Optimizer steps in which the checkpoint learns to find needles, before anything is compared."""
     window: int
     steps: int
     first_steps: int
@@ -53,6 +61,8 @@ class Study:
     search_length: int
     beam: int
     rotates: bool
+    base: str = ""
+    """File of the weights that every variant starts from."""
     searched: str = ""
     """The pattern that was found."""
 
@@ -71,8 +81,30 @@ class Cell:
 
 
 def load(study: Study) -> tuple[Decoder, Tokenizer]:
-    tokenizer = Tokenizer.load(Path(study.tokenizer))
-    return load_checkpoint(Path(study.checkpoint)).model, tokenizer
+    """Return what every variant starts from."""
+    model = load_checkpoint(Path(study.checkpoint)).model
+    if study.base:
+        load_weights(model, study.base)
+    return model, Tokenizer.load(Path(study.tokenizer))
+
+
+def train_base(study: Study, path: Path) -> None:
+    """Let the checkpoint learn to find needles, every layer attending to everything; write its weights."""
+    torch.set_num_threads(1)
+    model, tokenizer = load(study)
+    trainer = SupervisedTrainer(
+        model,
+        SupervisedSettings(
+            optimizer=OptimizerConfig(lr=6e-3, momentum=0.8, schedule="cosine", warmup_steps=3),
+            num_steps=study.base_steps,
+            micro_batch_tokens=max(8192, study.context),
+            router_bias_rate=0.01,
+        ),
+    )
+    data = documents(study, tokenizer, BASE_SEED)
+    for step in range(study.base_steps):
+        trainer.step(data(step))
+    save_weights(model, path)
 
 
 def pattern_of(variant: str, study: Study) -> AttentionPattern | None:
@@ -109,22 +141,35 @@ def run_cell(study: Study, cell: Cell) -> dict[str, Any]:
     return result
 
 
-def documents(study: Study, tokenizer: Tokenizer, seed: int) -> StepDocuments:
-    """Return the documents of each step: real and copy-rich text, and as many needle texts."""
+def documents(study: Study, tokenizer: Tokenizer, seed: int) -> Documents:
+    """Return the documents of each step: text in every fourth, else needles, of which the answers are trained.
+
+    In one step with text they would not count: a text of 1,000 tokens has about ten that are looked up.
+    """
+    text = StepDocuments(
+        document_stream(
+            corpus_texts(CorpusConfig(max_bytes=4_000_000, copy_share_frac=0.6), seed=seed),
+            tokenizer,
+            context_tokens=study.context,
+            seed=seed,
+        ),
+        tokens_per_step=study.tokens_per_step,
+    )
     needles = NeedleTexts(
         seed=seed,
-        num_tokens=(128, study.context - 1),
+        num_tokens=(96, study.context),
         count_tokens=lambda text: len(tokenizer.encode(text)),
     )
-    stream = DocumentStream(
-        corpus_texts(CorpusConfig(max_bytes=4_000_000, copy_share_frac=0.6), seed=seed),
-        tokenizer.encode,
-        length=study.context,
-        separator_id=tokenizer.special_id("<|endoftext|>"),
-        long_texts=needles,
-        long_share_frac=0.7,
-    )
-    return StepDocuments(stream, tokens_per_step=study.tokens_per_step)
+
+    def shown(step: int) -> list[Document]:
+        # Texts are numbered by their step, so that a step does not depend on how many others had.
+        found: list[Document] = []
+        while sum(len(d.token_ids) for d in found) < study.tokens_per_step:
+            needle = needles.needle(step * 1000 + len(found))
+            found.append(needle_document(needle, tokenizer))
+        return found
+
+    return interleaved(text, shown, text_every_steps=4)
 
 
 def train(
@@ -195,7 +240,7 @@ def first_phase(
 
 
 def timed(
-    step: Callable[[Sequence[Document]], float], data: StepDocuments, numbers: range
+    step: Callable[[Sequence[Document]], float], data: Documents, numbers: range
 ) -> tuple[list[float], float]:
     """Take steps; return their losses and the CPU time of one, without that of its data [s]."""
     losses, elapsed_s = [], 0.0

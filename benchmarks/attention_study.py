@@ -1,7 +1,7 @@
 """Efficient attention compared over growing context, as GLM-5's report does in its section 2.1.2, on the miniature.
 
-Every variant starts from the same checkpoint of a finished run, which is only read, and trains on the same
-tokens, for half of which it has to find lines that stand far before:
+A checkpoint of a finished run, which is only read, first learns to find needles, every layer attending to everything.
+From these weights every variant goes on, on the same tokens:
 
     full           every layer attends to everything
     interleaved    every other layer has a sliding window
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cells import UNTRAINED, VARIANTS, Cell, Study, load, run_cell
+from attention_cells import BASE_SEED, UNTRAINED, VARIANTS, Cell, Study, load, run_cell, train_base
 
 from longarc.algos.pattern_search import SearchStep
 from longarc.errors import ConfigError, LongArcError
@@ -43,6 +43,18 @@ from longarc.pipeline.workspace import TOKENIZER_FILE
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.directory import RunDirectory
 from longarc.runs.files import json_document, write_atomically
+
+
+def with_base(study: Study, out: Path) -> Study:
+    """Train what every variant starts from, unless it is there; a file's name says what it depends on."""
+    if not study.base_steps:
+        return study
+    what = [study.weights, study.base_steps, study.context, study.tokens_per_step]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+    path = out / f"base-{digest}.safetensors"
+    if not path.exists():
+        train_base(study, path)
+    return replace(study, base=str(path))
 
 
 def search(study: Study, out: Path, num_converted: int) -> tuple[str, list[SearchStep]]:
@@ -59,11 +71,11 @@ def search(study: Study, out: Path, num_converted: int) -> tuple[str, list[Searc
             scorer_settings={
                 "context_tokens": study.search_length,
                 "num_texts": study.texts,
-                "seed": 1_000_000,
+                "seed": BASE_SEED,
             },
         ),
         memo=out / "search.json",
-        weights_digest=study.weights,
+        weights_digest=Path(study.base).name,
     )
     return steps[-1].kept[0].layers, steps
 
@@ -174,6 +186,7 @@ def study_of(arguments: argparse.Namespace) -> Study:
         tokenizer=str(arguments.run / TOKENIZER_FILE),
         weights=manifest.files["model.safetensors"].sha256,
         window=arguments.window,
+        base_steps=2 if quick else arguments.base_steps,
         steps=2 if quick else arguments.steps,
         first_steps=1 if quick else arguments.steps // 4,
         context=512 if quick else arguments.context,
@@ -208,6 +221,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--search-length", type=int, default=1024, help="texts of the search [tokens]"
     )
+    parser.add_argument(
+        "--base-steps",
+        type=int,
+        default=200,
+        help="steps in which the checkpoint learns to find needles",
+    )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each variant")
     parser.add_argument("--context", type=int, default=2048, help="longest training text [tokens]")
     parser.add_argument("--tokens-per-step", type=int, default=8192)
@@ -230,6 +249,7 @@ def main() -> int:
         study = study_of(arguments)
         out: Path = arguments.out
         out.mkdir(parents=True, exist_ok=True)
+        study = with_base(study, out)
         num_layers = load(study)[0].config.num_hidden_layers
         pattern, steps = search(study, out, arguments.converted or num_layers // 2)
     except LongArcError as error:

@@ -33,7 +33,9 @@ _TOKENS_PER_PAIR: Final = 16
 """So many tokens of a text for each pair at least, so that short texts are not all pairs."""
 _MAX_PAIRS: Final = 40
 _NUM_VALUES: Final = 3
-_NUM_QUESTIONS: Final = {"single": 1, "multi_key": 4, "multi_value": 2}
+_MAX_QUESTIONS: Final = {"single": 1, "multi_key": 8, "multi_value": 4}
+_TOKENS_PER_QUESTION: Final = 64
+"""So many tokens of a text for each line that is asked for at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def needle_text(
     """
     rng = random.Random(f"needles/{kind}/{key}")
     pairs = _pairs(kind, rng, num_tokens)
-    asked = rng.sample(sorted(pairs), min(_NUM_QUESTIONS[kind], len(pairs)))
+    asked = rng.sample(sorted(pairs), min(_num_questions(kind, num_tokens), len(pairs)))
     questions = [piece for name in asked for piece in _question(name, pairs[name])]
     lines = [f"{name}={value}" for name, values in pairs.items() for value in values]
     # A pair's values keep their order where they are dealt among the hay: places are drawn, not lines shuffled.
@@ -97,7 +99,7 @@ def needle_text(
 
 
 class NeedleTexts:
-    """Texts of several kinds, their lengths drawn so that each doubling comes equally often. A ``TextSource``."""
+    """Texts to train on, without end: several kinds, every doubling of the length equally often."""
 
     def __init__(
         self,
@@ -118,14 +120,13 @@ class NeedleTexts:
         self._seed, self._num_tokens = seed, num_tokens
         self._count_tokens, self._kinds = count_tokens, kinds
 
-    def text(self, index: int) -> str:
+    def needle(self, index: int) -> NeedleText:
         """Return text number ``index``."""
         key = f"train/{self._seed}/{index}"
         low, high = map(math.log, self._num_tokens)
         num_tokens = int(math.exp(random.Random(f"length/{key}").uniform(low, high)))
         kind = self._kinds[index % len(self._kinds)]
-        found = needle_text(kind, key, num_tokens=num_tokens, count_tokens=self._count_tokens)
-        return found.text.rstrip("\n")
+        return needle_text(kind, key, num_tokens=num_tokens, count_tokens=self._count_tokens)
 
 
 def held_out(
@@ -143,12 +144,18 @@ def held_out(
     ]
 
 
+def _num_questions(kind: NeedleKind, num_tokens: int) -> int:
+    num_values = _NUM_VALUES if kind == "multi_value" else 1
+    wanted = num_tokens // (_TOKENS_PER_QUESTION * num_values)
+    return max(1, min(_MAX_QUESTIONS[kind], wanted))
+
+
 def _pairs(kind: NeedleKind, rng: random.Random, num_tokens: int) -> dict[str, list[str]]:
     if kind == "single":
         return {rng.choice(WORDS): [_value(rng)]}
     num_values = _NUM_VALUES if kind == "multi_value" else 1
     most = min(_MAX_PAIRS, num_tokens // _TOKENS_PER_PAIR)
-    names = rng.sample(WORDS, max(_NUM_QUESTIONS[kind], most // num_values))
+    names = rng.sample(WORDS, max(1, most // num_values))
     return {name: [_value(rng) for _ in range(num_values)] for name in names}
 
 

@@ -14,6 +14,7 @@ from longarc.models.decoder_base import Attention, Decoder
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
 from longarc.tokens.tokenizer import Tokenizer
+from longarc.trainer.packing import Document
 
 _PACKED_TOKENS = 8192
 """Tokens of texts that are computed together [tokens]."""
@@ -45,6 +46,17 @@ class NeedleScore:
             num_answers=self.num_answers + other.num_answers,
             logprob_sum=self.logprob_sum + other.logprob_sum,
         )
+
+
+def needle_document(text: NeedleText, tokenizer: Tokenizer) -> Document:
+    """Return a text to train on: its answers are targets, hay and questions are context."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    for piece in text.pieces:
+        encoded = tokenizer.encode(piece.text)
+        ids += encoded
+        mask += [piece.is_answer] * len(encoded)
+    return Document(token_ids=ids, train_mask=mask)
 
 
 def score_kind(

@@ -1,7 +1,7 @@
 """New attention learns to give what the old gave, before the model trains on text again.
 
 The old model runs over the documents; each replaced layer sees the input that the old layer saw and is
-trained towards the output that it gave. Layers do not wait for each other, and nothing else is trained.
+trained towards the output that it gave, by squared error over the squares of that output. Nothing else is trained.
 
 Source: Jet-Nemotron, Gu et al., arXiv:2508.15884, as GLM-5 (arXiv:2602.15763, section 2.1.2) follows it for linear
 attention; that both align features first is the report's word, the loss is ours.
@@ -70,34 +70,38 @@ class AttentionAlignment:
         """Optimizer steps taken."""
 
     def step(self, documents: Sequence[Document]) -> tuple[Metric, ...]:
-        """Take one optimizer step; return the error of a layer as a part of what it should give.
+        """Take one optimizer step; return the squared error of a layer over that of giving nothing.
 
         Raises:
             ContractError: there is nothing to train on, or the loss is not finite; weights are unchanged.
         """
         self._optimizer.zero_grad()
-        loss_sum, num_tokens = 0.0, 0
+        errors = dict.fromkeys(self._pairs.values(), 0.0)
+        energies = dict.fromkeys(self._pairs.values(), 0.0)
         for micro_batch in pack_shared(documents, micro_batch_tokens=self._micro_batch_tokens):
             with torch.no_grad(), _recorded(self._pairs) as calls:
                 self._teacher(micro_batch.token_ids, micro_batch.layout, attention="dense")
             for mixer, (x, step, wanted) in calls.items():
-                loss = _error(_output(mixer(x, step)), wanted, num_tokens=step.num_tokens)
-                loss.backward()  # type: ignore[no-untyped-call]
-                loss_sum += loss.item()
-            num_tokens += len(micro_batch.token_ids)
-        if not math.isfinite(loss_sum) or num_tokens == 0:
+                error = _squares(_output(mixer(x, step)) - wanted, step.num_tokens)
+                error.backward()  # type: ignore[no-untyped-call]
+                errors[mixer] += error.item()
+                energies[mixer] += _squares(wanted, step.num_tokens).item()
+        total = sum(errors.values())
+        if not math.isfinite(total) or not all(energies.values()):
             raise ContractError(
-                f"the alignment loss of step {self.step_index} is {loss_sum} over {num_tokens} tokens; the "
-                f"weights are unchanged. Lower the learning rate, or look for damaged weights"
+                f"the alignment error of step {self.step_index} is {total} where the layers should give "
+                f"{sum(energies.values())}; the weights are unchanged. Lower the learning rate, or look for "
+                f"damaged weights or a step without documents"
             )
-        parameters = self._optimizer.parameters
-        divide_gradients(parameters, num_tokens)
-        clip_gradients(parameters, max_norm=self._config.grad_clip)
+        for mixer, energy in energies.items():
+            divide_gradients([p for p in mixer.parameters() if p.requires_grad], energy)
+        clip_gradients(self._optimizer.parameters, max_norm=self._config.grad_clip)
         self._optimizer.step(
             learning_rate(self.step_index, self._config, num_steps=self._num_steps)
         )
         self.step_index += 1
-        return (Metric("loss/alignment", loss_sum, num_tokens * len(self._pairs)),)
+        relative = sum(errors[mixer] / energies[mixer] for mixer in errors)
+        return (Metric("loss/alignment", relative, len(errors)),)
 
 
 @contextmanager
@@ -124,9 +128,6 @@ def _output(output: Any) -> Tensor:
     return tensor
 
 
-def _error(output: Tensor, wanted: Tensor, *, num_tokens: int) -> Tensor:
-    """Squared error over mean square, summed over tokens: 1 a token for an output of zeros."""
-    dtype = torch.promote_types(output.dtype, torch.float32)
-    output, wanted = output[:num_tokens].to(dtype), wanted[:num_tokens].to(dtype)
-    scale = wanted.square().mean().clamp_min(1e-12)
-    return (output - wanted).square().mean(dim=1).sum() / scale
+def _squares(x: Tensor, num_tokens: int) -> Tensor:
+    """Sum the squares of all tokens' numbers, in fp32 or better."""
+    return x[:num_tokens].to(torch.promote_types(x.dtype, torch.float32)).square().sum()

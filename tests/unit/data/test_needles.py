@@ -28,7 +28,9 @@ def test_a_text_asks_for_lines_that_it_holds_and_is_as_long_as_wanted(kind, num_
         text = needle_text(kind, str(index), num_tokens=num_tokens, count_tokens=words)
         lines, asked = parts(text)
         assert num_tokens - 12 < words(text.text) <= num_tokens
-        assert len(asked) == {"single": 1, "multi_key": 4, "multi_value": 2}[kind]
+        most = {"single": 1, "multi_key": 8, "multi_value": 4}[kind]
+        each = 3 if kind == "multi_value" else 1
+        assert len(asked) == min(most, num_tokens // (64 * each))
         for key, answers in asked.items():
             assert [line for line in lines if line.startswith(f"{key}=")] == answers
             assert len(answers) == (3 if kind == "multi_value" else 1)
@@ -37,7 +39,7 @@ def test_a_text_asks_for_lines_that_it_holds_and_is_as_long_as_wanted(kind, num_
 def test_answers_are_the_values_and_nothing_else():
     text = needle_text("multi_value", "0", num_tokens=300, count_tokens=words)
     answers = [piece.text for piece in text.pieces if piece.is_answer]
-    assert len(answers) == 6
+    assert len(answers) == 3
     assert all(re.fullmatch(r"\d\d", answer) for answer in answers)
 
 
@@ -60,25 +62,25 @@ def test_needles_lie_anywhere():
 
 def test_texts_are_the_same_for_one_seed_and_never_held_out():
     first, second = (NeedleTexts(seed=0, num_tokens=(200, 300), count_tokens=words) for _ in "ab")
-    assert [first.text(i) for i in range(6)] == [second.text(i) for i in range(6)]
+    assert [first.needle(i).text for i in range(6)] == [second.needle(i).text for i in range(6)]
     other = NeedleTexts(seed=1, num_tokens=(200, 300), count_tokens=words)
-    assert first.text(0) != other.text(0)
+    assert first.needle(0) != other.needle(0)
     tests = {
         t.text.strip()
         for k in KINDS
         for t in held_out(k, seed=0, count=5, num_tokens=250, count_tokens=words)
     }
     assert len(tests) == 15
-    assert not tests & {first.text(i) for i in range(30)}
+    assert not tests & {first.needle(i).text for i in range(30)}
 
 
 def test_kinds_take_turns_and_every_doubling_of_the_length_comes_as_often():
     source = NeedleTexts(seed=0, num_tokens=(128, 2048), count_tokens=words)
-    lengths = [words(source.text(index)) for index in range(120)]
+    lengths = [words(source.needle(index).text) for index in range(120)]
     assert all(110 < length <= 2048 for length in lengths)
     assert 20 < sum(length < 256 for length in lengths) < 45
-    assert "lines of this key" in source.text(2)
-    assert "lines of this key" not in source.text(1)
+    assert "lines of this key" in source.needle(2).text
+    assert "lines of this key" not in source.needle(1).text
 
 
 def test_a_text_that_is_too_short_is_refused():

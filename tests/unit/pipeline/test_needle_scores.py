@@ -18,7 +18,7 @@ def texts(kind, count=3):
         kind,
         seed=0,
         count=count,
-        num_tokens=400,
+        num_tokens=800,
         count_tokens=lambda text: len(TOKENIZER.encode(text)),
     )
 
@@ -54,7 +54,7 @@ def answer_places(batch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "answers"), [("single", 3), ("multi_key", 12), ("multi_value", 18)]
+    ("kind", "answers"), [("single", 3), ("multi_key", 24), ("multi_value", 36)]
 )
 def test_who_knows_every_answer_gets_all_points(kind, answers):
     score = score_texts(Oracle(), TOKENIZER, texts(kind))
@@ -66,7 +66,7 @@ def test_one_wrong_token_makes_one_answer_wrong():
     batch = texts("multi_key")
     place = answer_places(batch)[5][-1]
     score = score_texts(Oracle(wrong=[place]), TOKENIZER, batch)
-    assert (score.num_right, score.num_answers) == (11, 12)
+    assert (score.num_right, score.num_answers) == (23, 24)
     assert score.logprob < -1
 
 
@@ -99,15 +99,15 @@ def tiny():
 
 def test_a_score_does_not_depend_on_how_texts_are_packed(monkeypatch):
     model = tiny()
-    together = score_kind(model, TOKENIZER, "multi_key", context_tokens=300, num_texts=4)
+    together = score_kind(model, TOKENIZER, "multi_key", context_tokens=800, num_texts=4)
     monkeypatch.setattr("longarc.pipeline.needles._PACKED_TOKENS", 1)
-    apart = score_kind(model, TOKENIZER, "multi_key", context_tokens=300, num_texts=4)
+    apart = score_kind(model, TOKENIZER, "multi_key", context_tokens=800, num_texts=4)
     assert together.logprob_sum == pytest.approx(apart.logprob_sum, rel=1e-4)
-    assert together.num_answers == apart.num_answers == 16
+    assert together.num_answers == apart.num_answers == 32
 
 
 def test_the_default_scorer_is_the_mean_over_kinds():
-    value = needle_score(tiny(), TOKENIZER, context_tokens=256, num_texts=1)
+    value = needle_score(tiny(), TOKENIZER, context_tokens=800, num_texts=1)
     assert -1 < value <= 1
 
 
