@@ -3,11 +3,11 @@
 ::
 
     the name returns the list            <- hay, as long as wanted
-    host=71                              <- a needle
+    host=buffer                          <- a needle
     ...
-    Repeat the line of this key:
-    host
-    host=71                              <- the answer: the text is scored, or trained, as it stands
+    Look up:
+    host=                                <- a question
+    buffer                               <- the answer, behind it: the text is scored, or trained, as it stands
 
 Source: RULER, Hsieh et al., arXiv:2404.06654, needle tasks; GLM-5, arXiv:2602.15763, section 2.1.2 scores with it.
 """
@@ -33,9 +33,10 @@ _TOKENS_PER_PAIR: Final = 16
 """So many tokens of a text for each pair at least, so that short texts are not all pairs."""
 _MAX_PAIRS: Final = 40
 _NUM_VALUES: Final = 3
-_MAX_QUESTIONS: Final = {"single": 1, "multi_key": 8, "multi_value": 4}
-_TOKENS_PER_QUESTION: Final = 64
+_MAX_QUESTIONS: Final = {"single": 1, "multi_key": 16, "multi_value": 8}
+_TOKENS_PER_QUESTION: Final = 16
 """So many tokens of a text for each line that is asked for at least."""
+_HEADER: Final = "Look up:\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ def needle_text(
     rng = random.Random(f"needles/{kind}/{key}")
     pairs = _pairs(kind, rng, num_tokens)
     asked = rng.sample(sorted(pairs), min(_num_questions(kind, num_tokens), len(pairs)))
-    questions = [piece for name in asked for piece in _question(name, pairs[name])]
+    questions = [Piece(_HEADER, is_answer=False)]
+    questions += [piece for name in asked for piece in _question(name, pairs[name])]
     lines = [f"{name}={value}" for name, values in pairs.items() for value in values]
     # A pair's values keep their order where they are dealt among the hay: places are drawn, not lines shuffled.
     room = num_tokens - count_tokens("".join(piece.text for piece in questions))
@@ -151,17 +153,15 @@ def _num_questions(kind: NeedleKind, num_tokens: int) -> int:
 
 
 def _pairs(kind: NeedleKind, rng: random.Random, num_tokens: int) -> dict[str, list[str]]:
-    if kind == "single":
-        return {rng.choice(WORDS): [_value(rng)]}
     num_values = _NUM_VALUES if kind == "multi_value" else 1
-    most = min(_MAX_PAIRS, num_tokens // _TOKENS_PER_PAIR)
+    most = 1 if kind == "single" else min(_MAX_PAIRS, num_tokens // _TOKENS_PER_PAIR)
     names = rng.sample(WORDS, max(1, most // num_values))
-    return {name: [_value(rng) for _ in range(num_values)] for name in names}
+    # A word is a token: numbers of several digits are learned by models larger than these.
+    return {name: rng.sample(WORDS, num_values) for name in names}
 
 
 def _question(name: str, values: Sequence[str]) -> list[Piece]:
-    noun = "line" if len(values) == 1 else "lines"
-    pieces = [Piece(f"Repeat the {noun} of this key:\n{name}\n", is_answer=False)]
+    pieces: list[Piece] = []
     for value in values:
         pieces += [
             Piece(f"{name}=", is_answer=False),
@@ -175,10 +175,6 @@ def _ordered(lines: list[str], pairs: dict[str, list[str]]) -> list[str]:
     """Put the values of each key into the order in which they are asked for."""
     values = {name: iter(given) for name, given in pairs.items()}
     return [f"{name}={next(values[name])}" for name in (line.split("=")[0] for line in lines)]
-
-
-def _value(rng: random.Random) -> str:
-    return str(rng.randint(10, 99))
 
 
 def _sentence(rng: random.Random) -> str:

@@ -110,7 +110,7 @@ def score_texts(
     hidden = model(token_ids, Layout.documents(lengths), attention=attention).hidden
     logprobs = project_logits(hidden[places - 1], model.output_weight).log_softmax(dim=-1)
     targets = token_ids[places]
-    is_best = (logprobs.argmax(dim=-1) == targets).split([len(answer) for answer in answers])
+    is_best = torch.split(logprobs.argmax(dim=-1) == targets, [len(answer) for answer in answers])
     return NeedleScore(
         num_right=sum(bool(tokens.all()) for tokens in is_best),
         num_answers=len(answers),

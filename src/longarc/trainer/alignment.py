@@ -56,10 +56,7 @@ class AttentionAlignment:
             raise ContractError(
                 f"layers {list(layers)} cannot be aligned: name at least one of layers 0..{num_layers - 1}"
             )
-        self._pairs: dict[nn.Module, nn.Module] = {
-            teacher.model.layers[layer].self_attn: model.model.layers[layer].self_attn
-            for layer in layers
-        }
+        self._pairs = {_attention(teacher, layer): _attention(model, layer) for layer in layers}
         self._teacher = teacher
         prefixes = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
         train_only(model, lambda name: name.startswith(prefixes))
@@ -102,6 +99,10 @@ class AttentionAlignment:
         self.step_index += 1
         relative = sum(errors[mixer] / energies[mixer] for mixer in errors)
         return (Metric("loss/alignment", relative, len(errors)),)
+
+
+def _attention(model: Decoder, layer: int) -> nn.Module:
+    return model.get_submodule(f"model.layers.{layer}.self_attn")
 
 
 @contextmanager

@@ -96,7 +96,8 @@ class DeltaAttention(nn.Module):
         if singles:
             tokens = torch.tensor([s.first_query for s in singles])
             slots = torch.tensor([s.slot for s in singles])
-            read, last = delta_rule_step(*(x[tokens] for x in inputs), memory_Snkv[slots])
+            query, key, value, log_decay, beta = (x[tokens] for x in inputs)
+            read, last = delta_rule_step(query, key, value, log_decay, beta, memory_Snkv[slots])
             output_Nnv[tokens] = read
             memory_Snkv[slots] = last
         return output_Nnv
@@ -178,7 +179,7 @@ class GatedDelta(DeltaAttention):
         n = step.num_tokens
         widths = [query_Nnk.shape[1] * t.shape[2] for t in (query_Nnk, key_Nnk, value_Nnv)]
         channels_Nc = torch.cat([t.flatten(1) for t in (query_Nnk, key_Nnk, value_Nnv)], dim=1)
-        convolved = F.silu(self._convolve(_precise(channels_Nc), step)).split(widths, dim=1)
+        convolved = torch.split(F.silu(self._convolve(_precise(channels_Nc), step)), widths, dim=1)
         query_Nnk, key_Nnk, value_Nnv = (
             t.unflatten(1, (query_Nnk.shape[1], -1)) for t in convolved
         )
@@ -188,7 +189,8 @@ class GatedDelta(DeltaAttention):
         read = self._attend(query_Nnk, key_Nnk, value_Nnv, log_decay_Nn, beta_Nn, step)
         gate_Nnv = F.silu(self.g_proj(x)[:n]).view(read.shape)
         normed = self.o_norm(read.to(x.dtype).flatten(0, 1)).view(read.shape)
-        return normed * gate_Nnv
+        gated_Nnv: Tensor = normed * gate_Nnv
+        return gated_Nnv
 
     def _convolve(self, channels_Nc: Tensor, step: Pass) -> Tensor:
         weight = _precise(self.conv_weight)
@@ -225,7 +227,8 @@ def _scan(
         memory_Xnkv = parts.reader.new_zeros(
             (*shape, parts.reader.shape[-1], parts.update.shape[-1])
         )
-    outputs, memories = [], []
+    outputs: list[Tensor] = []
+    memories: list[Tensor] = []
     for depth, level in enumerate(forest.levels):
         if depth:
             memory_Xnkv = memories[-1][forest.parents[depth - 1].to(memories[-1].device)]
