@@ -37,10 +37,11 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
                     parameter.copy_(
                         drawn.normal_(std=config.initializer_range, generator=generator)
                     )
-            if isinstance(module, GatedDelta):
-                module.initialise(generator)
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.zeros_like(buffer, dtype=torch.float32))
+        for module in model.modules():
+            if isinstance(module, GatedDelta):
+                module.initialise(generator)
     return model
 
 

@@ -69,7 +69,7 @@ class SparseLatentAttention(nn.Module):
             attended_Nnc, loss = self._dense(x, q_latent, query_Tnd[:num_tokens], latent, step)
         else:
             attended_Nnc, loss = self._sparse(x, q_latent, query_Tnd[:num_tokens], latent, step)
-        value_Tnv = _per_head(with_padding(attended_Nnc, x), w_v_nvc)
+        value_Tnv = per_head(with_padding(attended_Nnc, x), w_v_nvc)
         return self.o_proj(value_Tnv.flatten(1)), loss
 
     def _absorbed_query(self, q_latent: Tensor, w_k_npc: Tensor, step: Pass) -> Tensor:
@@ -78,7 +78,7 @@ class SparseLatentAttention(nn.Module):
             .unflatten(1, (self._num_heads, -1))
             .split([self._nope, self._rope], dim=-1)
         )
-        absorbed_Tnc = _per_head(nope_Tnp, w_k_npc.mT)
+        absorbed_Tnc = per_head(nope_Tnp, w_k_npc.mT)
         return torch.cat([absorbed_Tnc, step.rotation.apply(rope_Tnr)], dim=-1)
 
     def _latent_rows(self, x: Tensor, step: Pass) -> Tensor:
@@ -156,7 +156,7 @@ class SparseLatentAttention(nn.Module):
         return rows, step.table("index_keys", self._layer, rows.key)
 
 
-def _per_head(x_Tna: Tensor, weight_nba: Tensor) -> Tensor:
+def per_head(x_Tna: Tensor, weight_nba: Tensor) -> Tensor:
     """Multiply the rows of each head by that head's matrix, [T, n, b]."""
     if native_for(x_Tna, weight_nba):
         return native_rows.head_product(x_Tna, weight_nba)

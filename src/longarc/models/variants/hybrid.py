@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from longarc.config.model import GlmHybridConfig, LlamaHybridConfig
 from longarc.errors import ContractError
 from longarc.models.cache import SlotCache
-from longarc.models.decoder import GlmMoeDsa
-from longarc.models.decoder_base import Attention, Decoder
+from longarc.models.decoder import GlmMoeDsa, GlmMoeDsaLayer
+from longarc.models.decoder_base import Attention, Decoder, LayerOutput, Pass
+from longarc.models.layers import SwiGLU
 from longarc.models.llama import Llama
 from longarc.models.variants.grouped import FullGroupedAttention, grouped_attention
 from longarc.models.variants.latent import LatentAttention, latent_attention
@@ -82,13 +83,31 @@ class Hybrid(Decoder):
         return hidden
 
 
+class GlmHybridLayer(GlmMoeDsaLayer):
+    """A layer of the GLM-5 family whose attention the pattern chooses."""
+
+    def __init__(self, config: GlmHybridConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.self_attn: LatentAttention = latent_attention(config, layer)
+
+    def forward(self, hidden: Float[Tensor, "rows hidden"], step: Pass) -> LayerOutput:
+        """Apply the layer to all rows."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
+        normed = self.post_attention_layernorm(hidden)
+        if isinstance(self.mlp, SwiGLU):
+            return LayerOutput(hidden + self.mlp(normed))
+        mixed, counts = self.mlp(normed, step.num_tokens, int4_group_size=step.int4_group_size)
+        return LayerOutput(hidden + mixed, expert_counts=counts)
+
+
 class GlmHybrid(Hybrid, GlmMoeDsa):
     """The GLM-5 family without indexers, with a pattern of attention."""
 
     def __init__(self, config: GlmHybridConfig) -> None:
         super().__init__(config)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = latent_attention(config, index)
+        self.model.layers = nn.ModuleList(
+            [GlmHybridLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        )
 
     def cache_widths(self) -> dict[str, int]:
         """Return the width of latent rows."""

@@ -3,20 +3,18 @@
 Each has the parameters of MLA under the same names, so that weights carry over.
 """
 
-from dataclasses import replace
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from longarc.config.model import GlmHybridConfig
-from longarc.models.attention import sparse_attention
+from longarc.models.attention import dense_attention
 from longarc.models.decoder_base import Pass, with_padding
 from longarc.models.kernels import attention as native_attention
-from longarc.models.mla import SparseLatentAttention
+from longarc.models.mla import SparseLatentAttention, per_head
 from longarc.models.variants.delta import DeltaAttention, GatedDelta, SimpleDelta
 from longarc.models.variants.memory import MemoryShape
-from longarc.models.variants.windows import window_rows
+from longarc.models.variants.windows import window_rows, windowed_attention
 
 
 class LatentAttention(SparseLatentAttention):
@@ -29,39 +27,64 @@ class LatentAttention(SparseLatentAttention):
         super().__init__(config, layer)
         del self.indexer
 
-    def forward(
+    def forward(  # type: ignore[override]  # without an indexer there is no loss to return
         self, x: Float[Tensor, "T hidden"], step: Pass
-    ) -> tuple[Float[Tensor, "T hidden"], None]:
-        """Return the attention output; there is no indexer that could have a loss."""
-        output, _ = super().forward(x, replace(step, attention="dense", indexer_loss="none"))
-        return output, None
+    ) -> Float[Tensor, "T hidden"]:
+        """Return the attention output."""
+        n = step.num_tokens
+        w_k_npc, w_v_nvc = torch.split(
+            self.kv_b_proj.weight.view(self._num_heads, -1, self._latent),
+            [self._nope, self._value],
+            dim=1,
+        )
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        query_Tnd = self._absorbed_query(q_latent, w_k_npc, step)
+        latent = step.table("latent", self._layer, self._latent_rows(x, step)[:n])
+        attended_Nnc = self._over(query_Tnd[:n], latent, step)
+        output: Tensor = self.o_proj(per_head(with_padding(attended_Nnc, x), w_v_nvc).flatten(1))
+        return output
+
+    def _over(self, query_Nnd: Tensor, latent: Tensor, step: Pass) -> Tensor:
+        """Attend to the rows that each query sees."""
+        key_R1d = latent[:, None]
+        if step.flat_runs is not None:
+            return native_attention.dense_attention(
+                step.flat_runs,
+                query_Nnd,
+                key_R1d,
+                None,
+                value_width=self._latent,
+                scale=self._scale,
+            )
+        # The rotated dimensions ride along as values: SDPA wants keys and values of one width.
+        attended = dense_attention(query_Nnd, key_R1d, key_R1d, step.plan, scale=self._scale)
+        return attended[..., : self._latent]
 
 
 class WindowLatentAttention(LatentAttention):
-    """MLA over a sliding window; gathers its rows, as sparse attention does."""
+    """MLA over a sliding window."""
 
     def __init__(self, config: GlmHybridConfig, layer: int) -> None:
         super().__init__(config, layer)
         self._window = config.pattern.window
 
-    def _dense(
-        self, x: Tensor, q_latent: Tensor, query_Nnd: Tensor, latent: Tensor, step: Pass
-    ) -> tuple[Tensor, Tensor | None]:
-        rows_NS = window_rows(step.plan, window=self._window)
+    def _over(self, query_Nnd: Tensor, latent: Tensor, step: Pass) -> Tensor:
         if step.flat_runs is not None:
+            # The kernel that gathers selected rows takes those of the window.
             attended, _ = native_attention.sparse_attention(
                 step.flat_runs,
                 query_Nnd,
                 latent,
-                rows_NS,
+                window_rows(step.plan, window=self._window),
                 value_width=self._latent,
                 scale=self._scale,
             )
-        else:
-            attended, _ = sparse_attention(
-                query_Nnd, latent, rows_NS, value_width=self._latent, scale=self._scale
-            )
-        return attended, None
+            return attended
+        key_R1d = latent[:, None]
+        attended = windowed_attention(
+            query_Nnd, key_R1d, key_R1d, step.plan, window=self._window, scale=self._scale
+        )
+        return attended[..., : self._latent]
 
 
 class DeltaLatentAttention(LatentAttention):
@@ -86,14 +109,13 @@ class DeltaLatentAttention(LatentAttention):
             self.delta = SimpleDelta(pattern, layer, num_heads=heads, widths=widths)
         self.memory_shape = self.delta.memory_shape
 
-    def forward(
-        self, x: Float[Tensor, "T hidden"], step: Pass
-    ) -> tuple[Float[Tensor, "T hidden"], None]:
+    def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
         """Return the output of the delta rule."""
         query_Tnk, key_Tnk, value_Tnv = self._projected(x, step)
         n = step.num_tokens
         read_Nnv = self.delta(x, query_Tnk[:n], key_Tnk[:n], value_Tnv[:n], step)
-        return self.o_proj(with_padding(read_Nnv, x).flatten(1)), None
+        output: Tensor = self.o_proj(with_padding(read_Nnv, x).flatten(1))
+        return output
 
     def _projected(self, x: Tensor, step: Pass) -> tuple[Tensor, Tensor, Tensor]:
         heads = self._num_heads

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hybrid_cases import hybrid
+from hybrid_cases import hybrid, spread
 
-from longarc.config.model import AttentionPattern, GlmHybridConfig
+from longarc.config.model import AttentionPattern, GlmHybridConfig, LlamaConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.build import build_model
 from longarc.models.conversion import num_new_parameters, to_hybrid
@@ -114,6 +114,21 @@ def test_a_window_longer_than_the_text_is_full_attention(base, make_ids):
     full = hybrid(base, "FF").double()(ids, layout).hidden
     wide = hybrid(base, "SS", window=60).double()(ids, layout).hidden
     torch.testing.assert_close(wide, full, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, field in LlamaConfig.model_fields.items() if field.annotation is bool]
+)
+def test_every_kind_of_llama_has_windows_too(name, make_ids):
+    """A switch that the attention of every layer obeys must not be forgotten in the variants."""
+    config = small_llama(**{name: True})
+    model = spread(build_model(config, seed=3)).double()
+    ids, layout = make_ids(40), Layout.documents([40])
+    wide = to_hybrid(model, AttentionPattern(layers="SS", window=40))
+    assert wide.state_dict().keys() == model.state_dict().keys()
+    torch.testing.assert_close(
+        wide(ids, layout).hidden, model(ids, layout).hidden, rtol=0, atol=1e-10
+    )
 
 
 def test_what_left_the_window_is_not_seen(base, make_ids):
