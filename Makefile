@@ -13,7 +13,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts kill-test peers integration clean
+.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
 
 bench-model: $(STAMP_DEV) ## parts of training beside what PyTorch offers
 	@$(BIN)/python benchmarks/model.py $(BENCH)
+
+bench-attention: $(STAMP_DEV) ## full attention, windows, linear attention and DSA compared, from the run in RUN_DIR
+	@$(BIN)/python benchmarks/attention_study.py --run $(RUN_DIR) $(BENCH)
 
 bench-grpo: $(STAMP_DEV) $(STAMP_PEERS) ## one GRPO step, beside TRL
 	@$(BIN)/python benchmarks/grpo.py $(BENCH)

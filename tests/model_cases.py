@@ -1,6 +1,9 @@
 """Small models for tests: shapes that differ from one another, and weights far from uniform."""
 
+import random
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.models.decoder_base import Decoder
@@ -54,3 +57,40 @@ def sharpened(model: Decoder) -> Decoder:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1, generator=generator)
     return model
+
+
+def replay_in_random_company(model, documents, *, seed, max_length=96):
+    """Feed the documents to the cache in random pieces and batches; return their hidden states."""
+    rng = random.Random(seed)
+    cache = model.new_cache(len(documents) + 2, max_length)
+    slots = rng.sample(range(len(documents) + 2), len(documents))
+    done, hidden = [0] * len(documents), [[] for _ in documents]
+    while any(d < len(ids) for d, ids in zip(done, documents, strict=True)):
+        live = [i for i, ids in enumerate(documents) if done[i] < len(ids)]
+        chosen = rng.sample(live, rng.randint(1, len(live)))
+        counts = [
+            min(len(documents[i]) - done[i], rng.randint(2, 30) if done[i] == 0 else 1)
+            if rng.random() < 0.95
+            else min(len(documents[i]) - done[i], 7)
+            for i in chosen
+        ]
+        pieces = [documents[i][done[i] : done[i] + n] for i, n in zip(chosen, counts, strict=True)]
+        new = model.extend(
+            torch.cat(pieces), [slots[i] for i in chosen], [done[i] for i in chosen], counts, cache
+        )
+        for i, n, piece in zip(chosen, counts, new.split(counts), strict=True):
+            hidden[i].append(piece)
+            done[i] += n
+    return [torch.cat(pieces) for pieces in hidden]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor holds that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from longarc.config.engine import EngineConfig
 from longarc.config.index_share import check_sharing, kinds_of
-from longarc.config.model import GlmMoeDsaConfig, ModelConfig
+from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, ModelConfig
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
@@ -53,6 +53,7 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
     """
     longest = model.max_position_embeddings
     _check_mtp(model, stages)
+    hybrid: str | None = None
     for name, stage in stages.items():
         for key, num_tokens in _contexts(stage):
             if num_tokens > longest:
@@ -64,13 +65,27 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
             _check_activations(name, model, stage.activations)
         if isinstance(stage, SupervisedConfig):
             _check_int4(name, model, stage.int4_group_size)
+        if isinstance(stage, MidtrainConfig) and stage.pattern is not None:
+            _check_pattern(name, model, stage.pattern)
+            hybrid = name
         if isinstance(stage, DsaConfig):
-            try:
-                check_is_sparse(model, stage.context_tokens)
-            except ValueError as error:
-                raise ValueError(f"stage {name!r}: {error}") from error
-        if isinstance(stage, DsaConfig) and isinstance(model, GlmMoeDsaConfig):
-            _check_sharing(name, model, stage.index_topk_pattern)
+            _check_conversion(name, model, stage, hybrid=hybrid)
+
+
+def _check_conversion(
+    name: str, model: ModelConfig, stage: DsaConfig, *, hybrid: str | None
+) -> None:
+    if hybrid is not None:
+        raise ValueError(
+            f"stage {name!r} converts to sparse attention, but stage {hybrid!r} has replaced the model's "
+            f"attention by a pattern without indexers; remove one of the two"
+        )
+    try:
+        check_is_sparse(model, stage.context_tokens)
+    except ValueError as error:
+        raise ValueError(f"stage {name!r}: {error}") from error
+    if isinstance(model, GlmMoeDsaConfig):
+        _check_sharing(name, model, stage.index_topk_pattern)
 
 
 def _check_sharing(name: str, model: GlmMoeDsaConfig, pattern: str | None) -> None:
@@ -131,10 +146,19 @@ def _check_activations(name: str, model: ModelConfig, activations: ActivationCon
             raise ValueError(f"stage {name!r}: activations.{key}: {error}") from error
 
 
+def _check_pattern(name: str, model: ModelConfig, pattern: AttentionPattern) -> None:
+    if len(pattern.layers) != model.num_hidden_layers:
+        raise ValueError(
+            f"stage {name!r}: pattern.layers={pattern.layers!r} names {len(pattern.layers)} layers, but "
+            f"model.num_hidden_layers={model.num_hidden_layers}; give one letter a layer"
+        )
+
+
 def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
     if group_size is None:
         return
-    if model.family != "glm_moe_dsa":
+    has_experts = isinstance(model, GlmMoeDsaConfig)
+    if not has_experts:
         raise ValueError(
             f"stage {name!r}: int4_group_size={group_size} rounds routed experts, but a {model.family} "
             f"model has none; leave it out or use model.family = 'glm_moe_dsa'"

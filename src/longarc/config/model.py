@@ -191,5 +191,65 @@ class LlamaConfig(Settings):
         return self
 
 
-ModelConfig: TypeAlias = Annotated[GlmMoeDsaConfig | LlamaConfig, Field(discriminator="family")]
+class AttentionPattern(Settings):
+    """What attends in each layer of a hybrid; GLM-5 report, 2.1.2."""
+
+    layers: str = Field(min_length=1, pattern=r"^[FSGD]+$")
+    """A letter a layer: F attends to everything, S to a sliding window, G is Gated DeltaNet, D is SimpleGDN."""
+    window: int = Field(256, ge=1)
+    """Keys that a query of an S layer sees, itself included [tokens]; 4096 in the report."""
+    rotates_delta: bool = False
+    """Whether G and D layers rotate queries and keys as attention did; not published."""
+    simple_decay: float = Field(1.0, gt=0, le=1)
+    """Share of its state that a D layer keeps from token to token; the form is not published."""
+    simple_beta: float = Field(1.0, gt=0, lt=2)
+    """Share of a key's old value that a D layer replaces; the form is not published."""
+    chunk_tokens: int = Field(64, ge=1)
+    """Tokens that G and D layers compute at once in training [tokens]; time and memory, not results."""
+
+
+def _check_pattern(pattern: AttentionPattern, num_layers: int) -> None:
+    if len(pattern.layers) != num_layers:
+        raise ValueError(
+            f"pattern.layers={pattern.layers!r} names {len(pattern.layers)} layers, but "
+            f"num_hidden_layers={num_layers}; give one letter a layer"
+        )
+
+
+class GlmHybridConfig(GlmMoeDsaConfig):
+    """GLM-5 family without indexers, and with other attention in some layers. ``index_*`` have no effect."""
+
+    # A narrower type than the base's, so that the families form one discriminated union.
+    family: Literal["glm_hybrid"] = "glm_hybrid"  # type: ignore[assignment]
+    """Which architecture this is."""
+    pattern: AttentionPattern
+    """What attends in each layer."""
+
+    @model_validator(mode="after")
+    def _pattern_fits(self) -> Self:
+        _check_pattern(self.pattern, self.num_hidden_layers)
+        return self
+
+
+class LlamaHybridConfig(LlamaConfig):
+    """Llama-type decoder with other attention in some layers."""
+
+    family: Literal["llama_hybrid"] = "llama_hybrid"  # type: ignore[assignment]
+    """Which architecture this is."""
+    pattern: AttentionPattern
+    """What attends in each layer."""
+
+    @model_validator(mode="after")
+    def _pattern_fits(self) -> Self:
+        _check_pattern(self.pattern, self.num_hidden_layers)
+        return self
+
+
+HybridConfig: TypeAlias = GlmHybridConfig | LlamaHybridConfig
+"""A model in which not every layer attends to everything."""
+
+ModelConfig: TypeAlias = Annotated[
+    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig,
+    Field(discriminator="family"),
+]
 """Any model LongArc can build."""

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from longarc.config.model import AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
@@ -125,6 +126,9 @@ class MidtrainConfig(TextStageConfig):
     """Length of one document [tokens]."""
     rope_theta: float | None = Field(None, gt=1)
     """New RoPE base; None keeps the model's."""
+    pattern: AttentionPattern | None = None
+    """Other attention in some layers from here on, on the weights of the stage before: sliding windows, Gated
+    DeltaNet or SimpleGDN; GLM-5 report, 2.1.2. None keeps the model's."""
     corpus: CorpusConfig = CorpusConfig()
     """What is read."""
     demonstrations: DemonstrationsConfig | None = None

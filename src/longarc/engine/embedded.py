@@ -280,6 +280,8 @@ class EmbeddedEngine:
                 kept.append(request)
                 break
             donor, length = self._slots.donor(request.prompt, request.session_id)
+            if donor is not None:
+                length = self._cache.reusable(donor.index, length)
             if self._waits_for_prefill(request, length):
                 kept.append(request)
                 continue

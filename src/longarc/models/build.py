@@ -3,11 +3,18 @@
 import torch
 from torch import nn
 
-from longarc.config.model import GlmMoeDsaConfig, ModelConfig
+from longarc.config.model import (
+    GlmHybridConfig,
+    GlmMoeDsaConfig,
+    LlamaHybridConfig,
+    ModelConfig,
+)
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
 from longarc.models.layers import RMSNorm
 from longarc.models.llama import Llama
+from longarc.models.variants.delta import GatedDelta
+from longarc.models.variants.hybrid import GlmHybrid, LlamaHybrid
 
 
 def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -17,7 +24,7 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     model in every dtype. Router biases stay fp32.
     """
     with torch.device("meta"):
-        model = GlmMoeDsa(config) if isinstance(config, GlmMoeDsaConfig) else Llama(config)
+        model = _of_family(config)
     model.to(dtype).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -32,4 +39,16 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
                     )
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.zeros_like(buffer, dtype=torch.float32))
+        for module in model.modules():
+            if isinstance(module, GatedDelta):
+                module.initialise(generator)
     return model
+
+
+def _of_family(config: ModelConfig) -> Decoder:
+    # A hybrid's settings are also those of the family it comes from, so they are looked for first.
+    if isinstance(config, GlmHybridConfig):
+        return GlmHybrid(config)
+    if isinstance(config, LlamaHybridConfig):
+        return LlamaHybrid(config)
+    return GlmMoeDsa(config) if isinstance(config, GlmMoeDsaConfig) else Llama(config)

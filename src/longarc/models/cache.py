@@ -59,6 +59,10 @@ class SlotCache:
         """Memory of all rows [bytes]."""
         return sum(rows.nbytes for rows in self._rows.values())
 
+    def reusable(self, slot: int, length: int) -> int:
+        """Return how much of a slot's first ``length`` positions another sequence can continue: all of it."""
+        return length
+
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to another, in all layers.
 

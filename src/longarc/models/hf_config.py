@@ -6,7 +6,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from longarc.config.index_share import indexer_kinds
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
+from longarc.config.model import (
+    GlmHybridConfig,
+    GlmMoeDsaConfig,
+    LlamaConfig,
+    LlamaHybridConfig,
+    ModelConfig,
+)
 from longarc.errors import ConfigError
 
 _GLM_FIXED: Mapping[str, Any] = {
@@ -36,7 +42,17 @@ _LLAMA_FIXED: Mapping[str, Any] = {
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """Return the content of ``config.json`` for ``transformers``."""
+    """Return the content of ``config.json`` for ``transformers``.
+
+    Raises:
+        ConfigError: transformers has no such architecture.
+    """
+    if isinstance(config, GlmHybridConfig | LlamaHybridConfig):
+        raise ConfigError(
+            f"a {config.family} model has no Hugging Face architecture: pattern.layers="
+            f"{config.pattern.layers!r} mixes attention in a way that transformers does not build; "
+            f"keep it as a checkpoint of LongArc"
+        )
     values = config.model_dump(exclude={"family", "rope_theta"})
     values["dtype"] = dtype
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}

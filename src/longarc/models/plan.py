@@ -82,6 +82,12 @@ class SingleQueries:
     """Slots of the cache; a slice where they are consecutive, which saves a copy of their rows."""
     max_length: int
 
+    def query_list(self) -> list[int]:
+        """Return the packed index of each token as numbers."""
+        if isinstance(self.queries, slice):
+            return list(range(self.queries.start, self.queries.stop))
+        return self.queries.tolist()
+
     def key_window(self, table: Tensor) -> Tensor:
         """Return the first ``max_keys`` rows of each sequence, [batch, max_keys, width]."""
         by_slot = table.view(-1, self.max_length, table.shape[-1])[:, : self.max_keys]

@@ -2,6 +2,7 @@
 
 from longarc.config.stages import MidtrainConfig
 from longarc.models.build import build_model
+from longarc.models.conversion import to_hybrid
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.supervised import drafts_along, train_supervised
@@ -10,9 +11,12 @@ from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
-    """Continue next-token prediction, densely, on documents that need their whole length."""
+    """Continue next-token prediction on documents that need their whole length, with new attention where asked."""
     loaded = workspace.load(workspace.input_checkpoint(stage))
     seed = workspace.recipe.seed + 1
+    model = with_rope_theta(loaded.model, config.rope_theta)
+    if config.pattern is not None:
+        model = to_hybrid(model, config.pattern, seed=seed)
     await train_supervised(
         workspace,
         stage=stage,
@@ -23,11 +27,11 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
             micro_batch_tokens=config.micro_batch_tokens,
             int4_group_size=config.int4_group_size,
             activations=config.activations,
-            attention=loaded.attention,
+            attention=loaded.attention if config.pattern is None else "dense",
             router_bias_rate=config.router_bias_rate,
             drafts=drafts_along(config.mtp),
         ),
-        model=with_rope_theta(loaded.model, config.rope_theta),
+        model=model,
         policy_version=loaded.manifest.policy_version,
         documents=text_and_demonstrations(workspace, stage, config, seed=seed),
     )

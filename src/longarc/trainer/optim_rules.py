@@ -36,14 +36,23 @@ class AdamWRule:
 Rule: TypeAlias = MuonRule | AdamWRule
 
 
+_SMALL_HEADS = (
+    "mlp.gate.weight",
+    "delta.a_proj.weight",
+    "delta.b_proj.weight",
+    "delta.conv_weight",
+)
+
+
 def parameter_rule(
     name: str, shape: tuple[int, ...], config: ModelConfig, *, use_muon: bool
 ) -> Rule:
     """Return how the parameter ``name`` is updated.
 
     Muon takes every matrix but the embedding, the output projection, the router and the indexer;
-    AdamW takes those and all norms and biases. Router and indexer are small scoring heads whose
-    scale matters (a sigmoid, a top-k of sums), so their updates keep their relative sizes. Split:
+    AdamW takes those and all norms and biases. Router, indexer and the gates of Gated DeltaNet are small
+    heads whose scale matters (a sigmoid, a top-k of sums), and its convolution has a filter of its own for
+    each channel, so their updates keep their relative sizes. Split:
     ``q_b_proj`` by head, ``kv_b_proj`` by head into key and value part, stacked experts by expert,
     fused gate and up projections into the two.
 
@@ -60,7 +69,7 @@ def parameter_rule(
     """
     parts = name.split(".")
     is_embedding = "embed_tokens" in parts or "lm_head" in parts
-    is_small_head = "indexer" in parts or name.endswith("mlp.gate.weight")
+    is_small_head = "indexer" in parts or name.endswith(_SMALL_HEADS)
     if not use_muon or len(shape) < 2 or is_embedding or is_small_head:
         return AdamWRule(is_decayed=len(shape) >= 2 and not is_embedding, is_embedding=is_embedding)
     rule = _muon_rule(parts, shape, config)

@@ -132,6 +132,16 @@ def test_the_recipe_as_it_stands_is_accepted():
         ("seed", 2**63, r"seed = 9223372036854775808: should be less than"),
         ("name", "..", r"name = '\.\.': string should match"),
         ("stages.dsa", {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}, None),
+        (
+            "stages.windows",
+            {"kind": "midtrain", "num_steps": 1, "pattern": {"layers": "FSF"}},
+            r"'windows': pattern.layers='FSF' names 3 layers, but model.num_hidden_layers=4",
+        ),
+        (
+            "stages.windows",
+            {"kind": "midtrain", "num_steps": 1, "pattern": {"layers": "FSXF"}},
+            r"pattern.layers = 'FSXF': string should match",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_with_its_values_and_the_fix(key, value, message):
@@ -159,6 +169,15 @@ def test_a_selection_that_leaves_nothing_out_is_no_conversion():
     with pytest.raises(
         ConfigError, match=r"'dsa'.*index_topk=128 is not below context_tokens=128.*lower"
     ):
+        validated(Recipe, tree, source="recipe")
+
+
+def test_a_pattern_of_attention_cannot_be_made_sparse():
+    tree = copy.deepcopy(RECIPE)
+    tree["stages"]["windows"] = {"kind": "midtrain", "num_steps": 1, "pattern": {"layers": "FSGD"}}
+    assert "windows" in validated(Recipe, tree, source="recipe").stages
+    tree["stages"]["dsa"] = {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}
+    with pytest.raises(ConfigError, match=r"'dsa'.*'windows' has replaced.*remove one"):
         validated(Recipe, tree, source="recipe")
 
 

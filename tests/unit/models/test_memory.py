@@ -1,22 +1,9 @@
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longarc.models import gathered_attention, indexer, key_selection
 from longarc.models.build import build_model
 from longarc.models.layout import Layout, Span
-from model_cases import small_glm
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor holds that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.numel = max(self.numel, result.numel())
-        return result
+from model_cases import LargestTensor, small_glm
 
 
 def test_sparse_training_never_holds_a_number_per_query_and_key(monkeypatch):

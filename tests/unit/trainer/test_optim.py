@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from trainer_fixtures import TINY, TINY_LLAMA, tiny_model
 
+from longarc.config.model import AttentionPattern
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
+from longarc.models.conversion import to_hybrid
 from longarc.trainer.muon import iteration_dtype, orthogonalise, update_scale
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
@@ -40,6 +42,26 @@ RULES = {
 def test_each_kind_of_parameter_has_its_rule(name):
     shape = tuple(tiny_model().get_parameter(name).shape)
     assert parameter_rule(name, shape, TINY, use_muon=True) == RULES[name]
+
+
+DELTA = LAYER + "self_attn.delta."
+DELTA_RULES = {
+    LAYER + "self_attn.q_b_proj.weight": MuonRule(num_blocks=2, rows=(12,)),
+    DELTA + "conv_weight": DECAYED,
+    DELTA + "a_proj.weight": DECAYED,
+    DELTA + "b_proj.weight": DECAYED,
+    DELTA + "g_proj.weight": MuonRule(num_blocks=1, rows=(16,)),
+    DELTA + "a_log": PLAIN,
+    DELTA + "dt_bias": PLAIN,
+    DELTA + "o_norm.weight": PLAIN,
+}
+
+
+@pytest.mark.parametrize("name", DELTA_RULES)
+def test_gates_and_convolutions_of_linear_attention_are_left_to_adamw(name):
+    model = to_hybrid(tiny_model(), AttentionPattern(layers="FG"))
+    shape = tuple(model.get_parameter(name).shape)
+    assert parameter_rule(name, shape, model.config, use_muon=True) == DELTA_RULES[name]
 
 
 def test_a_dense_model_splits_nothing_and_adamw_alone_takes_everything():

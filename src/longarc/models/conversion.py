@@ -1,0 +1,43 @@
+"""A finished model with other attention in some of its layers: old weights where they fit, new ones where not."""
+
+from longarc.config.model import (
+    AttentionPattern,
+    GlmHybridConfig,
+    GlmMoeDsaConfig,
+    HybridConfig,
+    LlamaHybridConfig,
+    ModelConfig,
+)
+from longarc.models.build import build_model
+from longarc.models.decoder_base import Decoder
+
+
+def hybrid_config(config: ModelConfig, pattern: AttentionPattern) -> HybridConfig:
+    """Return the settings of the hybrid; a hybrid can be converted again.
+
+    Raises:
+        ValidationError: the pattern does not name every layer.
+    """
+    values = config.model_dump(exclude={"family", "pattern"})
+    settings = GlmHybridConfig if isinstance(config, GlmMoeDsaConfig) else LlamaHybridConfig
+    return settings.model_validate({**values, "pattern": pattern})
+
+
+def to_hybrid(model: Decoder, pattern: AttentionPattern, *, seed: int = 0) -> Decoder:
+    """Return a new model with the pattern's attention, and copies of all weights that it shares with ``model``.
+
+    Projections of queries, keys, values and output keep their weights in every kind of layer. Only Gated
+    DeltaNet brings parameters of its own; they are drawn from ``seed``, or copied where the model has them
+    already. Indexers are left out.
+    """
+    config = hybrid_config(model.config, pattern)
+    hybrid = build_model(config, seed=seed, dtype=model.output_weight.dtype)
+    given = model.state_dict()
+    shared = {name: given[name] for name in hybrid.state_dict() if name in given}
+    hybrid.load_state_dict(shared, strict=False)
+    return hybrid
+
+
+def num_new_parameters(model: Decoder) -> int:
+    """Count the parameters that no attention layer has."""
+    return sum(p.numel() for name, p in model.named_parameters() if "delta" in name.split("."))

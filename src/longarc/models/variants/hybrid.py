@@ -1,0 +1,126 @@
+"""Decoders in which a pattern says for each layer what attends: everything, a window, or the delta rule.
+
+Training is exact for packed documents and shared prompts, as in the other decoders. Inference goes the
+eager way: the native decode kernels know full and sparse attention only.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from longarc.config.model import GlmHybridConfig, LlamaHybridConfig
+from longarc.errors import ContractError
+from longarc.models.cache import SlotCache
+from longarc.models.decoder import GlmMoeDsa, GlmMoeDsaLayer
+from longarc.models.decoder_base import Attention, Decoder, LayerOutput, Pass
+from longarc.models.layers import SwiGLU
+from longarc.models.llama import Llama
+from longarc.models.selection import Selection
+from longarc.models.variants.grouped import FullGroupedAttention, grouped_attention
+from longarc.models.variants.latent import LatentAttention, latent_attention
+from longarc.models.variants.memory import HybridCache, MemoryShape
+
+
+class Hybrid(Decoder):
+    """What both hybrids share: a cache that holds rows for some layers and memories for the others."""
+
+    def memories(self) -> dict[int, MemoryShape]:
+        """Return what the layers that do not attend remember of a sequence."""
+        mixers = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, LatentAttention | FullGroupedAttention)
+        ]
+        shapes = [mixer.memory_shape for mixer in mixers]
+        return {layer: shape for layer, shape in enumerate(shapes) if shape is not None}
+
+    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+        """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.
+
+        Raises:
+            ContractError: the model's context is shorter.
+        """
+        self._check_length(max_length)
+        weight = self.output_weight
+        return HybridCache(
+            self.cache_widths(),
+            self.memories(),
+            num_layers=len(self.model.layers),
+            num_slots=num_slots,
+            max_length=max_length,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @torch.no_grad()
+    def extend(
+        self,
+        token_ids: Int[Tensor, " new"],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        cache: SlotCache,
+        *,
+        attention: Attention = "sparse",
+        ends_only: bool = False,
+    ) -> Float[Tensor, "rows hidden"]:
+        """Append tokens to cached sequences, each where it stands; see the base class.
+
+        Raises:
+            ContractError: as in the base class; or a sequence would go on where its memories do not stand.
+        """
+        if not isinstance(cache, HybridCache):
+            raise ContractError(
+                f"a {self.config.family} model computes with the cache that its new_cache() makes, "
+                f"not with a {type(cache).__name__}"
+            )
+        hidden = super().extend(
+            token_ids, slots, starts, counts, cache, attention=attention, ends_only=ends_only
+        )
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        cache.stand_at(slots, ends)
+        return hidden
+
+
+class GlmHybridLayer(GlmMoeDsaLayer):
+    """A layer of the GLM-5 family whose attention the pattern chooses."""
+
+    def __init__(self, config: GlmHybridConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.self_attn: LatentAttention = latent_attention(config, layer)
+
+    def forward(
+        self, hidden: Float[Tensor, "rows hidden"], step: Pass, selection: Selection | None = None
+    ) -> LayerOutput:
+        """Apply the layer to all rows; nothing is selected, and nothing handed on."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
+        normed = self.post_attention_layernorm(hidden)
+        if isinstance(self.mlp, SwiGLU):
+            return LayerOutput(hidden + self.mlp(normed))
+        mixed, counts = self.mlp(normed, step.num_tokens, int4_group_size=step.int4_group_size)
+        return LayerOutput(hidden + mixed, expert_counts=counts)
+
+
+class GlmHybrid(Hybrid, GlmMoeDsa):
+    """The GLM-5 family without indexers, with a pattern of attention."""
+
+    def __init__(self, config: GlmHybridConfig) -> None:
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(
+            [GlmHybridLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        )
+
+    def cache_widths(self) -> dict[str, int]:
+        """Return the width of latent rows."""
+        return {"latent": self.config.kv_lora_rank + self.config.qk_rope_head_dim}
+
+
+class LlamaHybrid(Hybrid, Llama):
+    """A Llama-type decoder with a pattern of attention."""
+
+    def __init__(self, config: LlamaHybridConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = grouped_attention(config, index)
