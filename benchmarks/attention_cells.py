@@ -39,6 +39,10 @@ BASE_SEED = 1_000_000
 """Seed of the data that the common base trains on; no variant sees them again."""
 
 
+SHORT_TOKENS = 256
+"""Longest text of the first two thirds of the base's steps [tokens]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """What is compared, and how; what a cell depends on."""
@@ -58,6 +62,7 @@ class Study:
     lr: float
     lengths: tuple[int, ...]
     texts: int
+    keys: int
     search_length: int
     beam: int
     rotates: bool
@@ -101,9 +106,15 @@ def train_base(study: Study, path: Path) -> None:
             router_bias_rate=0.01,
         ),
     )
-    data = documents(study, tokenizer, BASE_SEED)
+    # Key by key is learned on short texts; then the same has to be found farther and farther away.
+    short = documents(study, tokenizer, BASE_SEED, max_tokens=SHORT_TOKENS)
+    long = documents(study, tokenizer, BASE_SEED + 1)
     for step in range(study.base_steps):
-        trainer.step(data(step))
+        data = short if 3 * step < 2 * study.base_steps else long
+        report = trainer.step(data(step))
+        if (step + 1) % 50 == 0:
+            loss = metric(report.metrics, "loss/lm_nats")
+            print(f"base, step {step + 1} of {study.base_steps}: {loss:.2f} nats", flush=True)
     save_weights(model, path)
 
 
@@ -141,10 +152,18 @@ def run_cell(study: Study, cell: Cell) -> dict[str, Any]:
     return result
 
 
-def documents(study: Study, tokenizer: Tokenizer, seed: int) -> Documents:
-    """Return the documents of each step: text in every fourth, else needles, of which the answers are trained.
+def documents(
+    study: Study, tokenizer: Tokenizer, seed: int, *, max_tokens: int | None = None
+) -> Documents:
+    """Return the documents of each step: text in every eighth, else needles, of which the answers are trained.
 
-    In one step with text they would not count: a text of 1,000 tokens has about ten that are looked up.
+    In one step with text they would not count: a text of 1,000 tokens has few that are looked up.
+
+    Args:
+        study: gives context and size of a step.
+        tokenizer: of the model.
+        seed: of the data.
+        max_tokens: the longest text with needles; None: the context.
     """
     text = StepDocuments(
         document_stream(
@@ -157,8 +176,9 @@ def documents(study: Study, tokenizer: Tokenizer, seed: int) -> Documents:
     )
     needles = NeedleTexts(
         seed=seed,
-        num_tokens=(96, study.context),
+        num_tokens=(40, max_tokens or study.context),
         count_tokens=lambda text: len(tokenizer.encode(text)),
+        num_keys=study.keys,
     )
 
     def shown(step: int) -> list[Document]:
@@ -169,7 +189,7 @@ def documents(study: Study, tokenizer: Tokenizer, seed: int) -> Documents:
             found.append(needle_document(needle, tokenizer))
         return found
 
-    return interleaved(text, shown, text_every_steps=4)
+    return interleaved(text, shown, text_every_steps=8)
 
 
 def train(
@@ -273,6 +293,7 @@ def score(
                 kind,
                 context_tokens=length,
                 num_texts=study.texts,
+                num_keys=study.keys,
                 attention="sparse" if is_sparse else "dense",
             ).right_frac
             for kind in KINDS

@@ -49,7 +49,7 @@ def with_base(study: Study, out: Path) -> Study:
     """Train what every variant starts from, unless it is there; a file's name says what it depends on."""
     if not study.base_steps:
         return study
-    what = [study.weights, study.base_steps, study.context, study.tokens_per_step]
+    what = [study.weights, study.base_steps, study.context, study.tokens_per_step, study.keys]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
     path = out / f"base-{digest}.safetensors"
     if not path.exists():
@@ -71,6 +71,7 @@ def search(study: Study, out: Path, num_converted: int) -> tuple[str, list[Searc
             scorer_settings={
                 "context_tokens": study.search_length,
                 "num_texts": study.texts,
+                "num_keys": study.keys,
                 "seed": BASE_SEED,
             },
         ),
@@ -194,6 +195,7 @@ def study_of(arguments: argparse.Namespace) -> Study:
         lr=arguments.lr,
         lengths=(256, 512) if quick else tuple(arguments.lengths),
         texts=2 if quick else arguments.texts,
+        keys=arguments.keys,
         search_length=512 if quick else arguments.search_length,
         beam=arguments.beam,
         rotates=arguments.rotate,

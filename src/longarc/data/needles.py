@@ -31,7 +31,9 @@ CountTokens: TypeAlias = Callable[[str], int]
 _VERBS: Final = ("returns", "calls", "has", "contains")
 _TOKENS_PER_PAIR: Final = 16
 """So many tokens of a text for each pair at least, so that short texts are not all pairs."""
-_MAX_PAIRS: Final = 40
+KEYS: Final = WORDS[::4]
+"""Words that are keys and nothing else, so that hay is never taken for a needle."""
+_OTHERS: Final = tuple(word for word in WORDS if word not in KEYS)
 _NUM_VALUES: Final = 3
 _MAX_QUESTIONS: Final = {"single": 1, "multi_key": 16, "multi_value": 8}
 _TOKENS_PER_QUESTION: Final = 16
@@ -62,21 +64,32 @@ class NeedleText:
 
 
 def needle_text(
-    kind: NeedleKind, key: str, *, num_tokens: int, count_tokens: CountTokens
+    kind: NeedleKind,
+    seed: str,
+    *,
+    num_tokens: int,
+    count_tokens: CountTokens,
+    num_keys: int = 16,
 ) -> NeedleText:
-    """Return the text that ``key`` names; another key gives another text.
+    """Return the text that ``seed`` names; another seed gives another text.
 
     Args:
         kind: what is hidden and asked for.
-        key: seed.
+        seed: of the text.
         num_tokens: most tokens of the text; less than a line of hay remains.
         count_tokens: under the tokenizer of the model.
+        num_keys: keys there are, all of them in a long text; the fewer, the sooner a small model tells
+            them apart.
 
     Raises:
-        ConfigError: ``num_tokens`` does not hold questions and answers.
+        ConfigError: ``num_tokens`` does not hold questions and answers, or there are not so many keys.
     """
-    rng = random.Random(f"needles/{kind}/{key}")
-    pairs = _pairs(kind, rng, num_tokens)
+    if not 1 <= num_keys <= len(KEYS):
+        raise ConfigError(
+            f"num_keys={num_keys}: there are {len(KEYS)} keys; choose 1 to {len(KEYS)}"
+        )
+    rng = random.Random(f"needles/{kind}/{seed}")
+    pairs = _pairs(kind, rng, num_tokens, num_keys)
     asked = rng.sample(sorted(pairs), min(_num_questions(kind, num_tokens), len(pairs)))
     questions = [Piece(_HEADER, is_answer=False)]
     questions += [piece for name in asked for piece in _question(name, pairs[name])]
@@ -109,6 +122,7 @@ class NeedleTexts:
         seed: int,
         num_tokens: tuple[int, int],
         count_tokens: CountTokens,
+        num_keys: int = 16,
         kinds: Sequence[NeedleKind] = KINDS,
     ) -> None:
         """Keep the settings.
@@ -117,22 +131,35 @@ class NeedleTexts:
             seed: another seed gives other texts, and none that :func:`held_out` gives.
             num_tokens: shortest and longest text [tokens].
             count_tokens: under the tokenizer of the model.
+            num_keys: as in :func:`needle_text`.
             kinds: take turns.
         """
         self._seed, self._num_tokens = seed, num_tokens
-        self._count_tokens, self._kinds = count_tokens, kinds
+        self._count_tokens, self._num_keys, self._kinds = count_tokens, num_keys, kinds
 
     def needle(self, index: int) -> NeedleText:
         """Return text number ``index``."""
-        key = f"train/{self._seed}/{index}"
+        seed = f"train/{self._seed}/{index}"
         low, high = map(math.log, self._num_tokens)
-        num_tokens = int(math.exp(random.Random(f"length/{key}").uniform(low, high)))
+        num_tokens = int(math.exp(random.Random(f"length/{seed}").uniform(low, high)))
         kind = self._kinds[index % len(self._kinds)]
-        return needle_text(kind, key, num_tokens=num_tokens, count_tokens=self._count_tokens)
+        return needle_text(
+            kind,
+            seed,
+            num_tokens=num_tokens,
+            count_tokens=self._count_tokens,
+            num_keys=self._num_keys,
+        )
 
 
 def held_out(
-    kind: NeedleKind, *, seed: int, count: int, num_tokens: int, count_tokens: CountTokens
+    kind: NeedleKind,
+    *,
+    seed: int,
+    count: int,
+    num_tokens: int,
+    count_tokens: CountTokens,
+    num_keys: int = 16,
 ) -> list[NeedleText]:
     """Return texts for evaluation; no ``NeedleTexts`` ever gives one of them."""
     return [
@@ -141,6 +168,7 @@ def held_out(
             f"test/{seed}/{num_tokens}/{index}",
             num_tokens=num_tokens,
             count_tokens=count_tokens,
+            num_keys=num_keys,
         )
         for index in range(count)
     ]
@@ -152,12 +180,14 @@ def _num_questions(kind: NeedleKind, num_tokens: int) -> int:
     return max(1, min(_MAX_QUESTIONS[kind], wanted))
 
 
-def _pairs(kind: NeedleKind, rng: random.Random, num_tokens: int) -> dict[str, list[str]]:
+def _pairs(
+    kind: NeedleKind, rng: random.Random, num_tokens: int, num_keys: int
+) -> dict[str, list[str]]:
     num_values = _NUM_VALUES if kind == "multi_value" else 1
-    most = 1 if kind == "single" else min(_MAX_PAIRS, num_tokens // _TOKENS_PER_PAIR)
-    names = rng.sample(WORDS, max(1, most // num_values))
+    most = 1 if kind == "single" else num_tokens // (_TOKENS_PER_PAIR * num_values)
+    names = rng.sample(KEYS[:num_keys], max(1, min(num_keys, most)))
     # A word is a token: numbers of several digits are learned by models larger than these.
-    return {name: rng.sample(WORDS, num_values) for name in names}
+    return {name: rng.sample(_OTHERS, num_values) for name in names}
 
 
 def _question(name: str, values: Sequence[str]) -> list[Piece]:
@@ -178,4 +208,4 @@ def _ordered(lines: list[str], pairs: dict[str, list[str]]) -> list[str]:
 
 
 def _sentence(rng: random.Random) -> str:
-    return f"the {rng.choice(WORDS)} {rng.choice(_VERBS)} the {rng.choice(WORDS)}"
+    return f"the {rng.choice(_OTHERS)} {rng.choice(_VERBS)} the {rng.choice(_OTHERS)}"

@@ -66,6 +66,7 @@ def score_kind(
     *,
     context_tokens: int,
     num_texts: int,
+    num_keys: int = 16,
     seed: int = 0,
     attention: Attention = "dense",
 ) -> NeedleScore:
@@ -76,6 +77,7 @@ def score_kind(
         count=num_texts,
         num_tokens=context_tokens,
         count_tokens=lambda text: len(tokenizer.encode(text)),
+        num_keys=num_keys,
     )
     per_pass = max(1, _PACKED_TOKENS // context_tokens)
     score = NeedleScore(num_right=0, num_answers=0, logprob_sum=0.0)
@@ -124,6 +126,7 @@ def needle_score(
     *,
     context_tokens: int = 1024,
     num_texts: int = 16,
+    num_keys: int = 16,
     seed: int = 1,
     kinds: Sequence[NeedleKind] = KINDS,
     attention: Attention = "dense",
@@ -139,6 +142,7 @@ def needle_score(
             kind,
             context_tokens=context_tokens,
             num_texts=num_texts,
+            num_keys=num_keys,
             seed=seed,
             attention=attention,
         )

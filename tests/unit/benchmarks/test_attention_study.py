@@ -32,6 +32,7 @@ def make_study(**changes):
         "lr": 1e-3,
         "lengths": (64, 128),
         "texts": 2,
+        "keys": 4,
         "search_length": 64,
         "beam": 2,
         "rotates": False,

@@ -30,7 +30,7 @@ def test_a_text_asks_for_lines_that_it_holds_and_is_as_long_as_wanted(kind, num_
         assert num_tokens - 12 < words(text.text) <= num_tokens
         most = {"single": 1, "multi_key": 16, "multi_value": 8}[kind]
         each = 3 if kind == "multi_value" else 1
-        assert len(asked) == min(most, num_tokens // (16 * each))
+        assert len(asked) == min(most, num_tokens // (16 * each), 16)
         for key, answers in asked.items():
             assert [line for line in lines if line.startswith(f"{key}=")] == answers
             assert len(answers) == (3 if kind == "multi_value" else 1)
@@ -45,7 +45,7 @@ def test_answers_are_the_values_and_nothing_else():
 
 def test_many_keys_are_many():
     lines, _ = parts(needle_text("multi_key", "0", num_tokens=1000, count_tokens=words))
-    assert sum("=" in line for line in lines) == 40
+    assert sum("=" in line for line in lines) == 16
     lines, _ = parts(needle_text("single", "0", num_tokens=1000, count_tokens=words))
     assert sum("=" in line for line in lines) == 1
 
@@ -80,6 +80,19 @@ def test_kinds_take_turns_and_every_doubling_of_the_length_comes_as_often():
     assert all(110 < length <= 2048 for length in lengths)
     assert 20 < sum(length < 256 for length in lengths) < 45
     assert [source.needle(index).kind for index in range(4)] == [*KINDS, "single"]
+
+
+def test_keys_are_never_hay():
+    lines, _ = parts(needle_text("multi_key", "0", num_tokens=1000, count_tokens=words, num_keys=3))
+    keys = {line.split("=")[0] for line in lines if "=" in line}
+    assert len(keys) == 3
+    assert not keys & {word for line in lines if "=" not in line for word in line.split()}
+
+
+@pytest.mark.parametrize("num_keys", [0, 1000])
+def test_more_keys_than_there_are_words_are_refused(num_keys):
+    with pytest.raises(ConfigError, match=rf"num_keys={num_keys}: there are \d+ keys; choose 1 to"):
+        needle_text("single", "0", num_tokens=100, count_tokens=words, num_keys=num_keys)
 
 
 def test_a_text_that_is_too_short_is_refused():

@@ -54,7 +54,7 @@ def answer_places(batch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "answers"), [("single", 3), ("multi_key", 24), ("multi_value", 36)]
+    ("kind", "answers"), [("single", 3), ("multi_key", 48), ("multi_value", 72)]
 )
 def test_who_knows_every_answer_gets_all_points(kind, answers):
     score = score_texts(Oracle(), TOKENIZER, texts(kind))
@@ -66,7 +66,7 @@ def test_one_wrong_token_makes_one_answer_wrong():
     batch = texts("multi_key")
     place = answer_places(batch)[5][-1]
     score = score_texts(Oracle(wrong=[place]), TOKENIZER, batch)
-    assert (score.num_right, score.num_answers) == (23, 24)
+    assert (score.num_right, score.num_answers) == (47, 48)
     assert score.logprob < -1
 
 
@@ -103,7 +103,7 @@ def test_a_score_does_not_depend_on_how_texts_are_packed(monkeypatch):
     monkeypatch.setattr("longarc.pipeline.needles._PACKED_TOKENS", 1)
     apart = score_kind(model, TOKENIZER, "multi_key", context_tokens=800, num_texts=4)
     assert together.logprob_sum == pytest.approx(apart.logprob_sum, rel=1e-4)
-    assert together.num_answers == apart.num_answers == 32
+    assert together.num_answers == apart.num_answers == 64
 
 
 def test_the_default_scorer_is_the_mean_over_kinds():
