@@ -27,7 +27,7 @@ def test_info_answers_whether_glm_5_2_has_744_or_753_billion_parameters(capsys):
     assert row(out, "MTP, 9.95 B")[-1] == "9,952,920,320"
     assert row(out, "all, 753.33 B")[-1] == "753,329,921,024"
     assert "not counted: 19,456 router biases" in out
-    assert out.rstrip().endswith("LongArc builds it: yes, without MTP")
+    assert out.rstrip().endswith("LongArc builds it: yes")
 
 
 def test_the_rows_of_the_parts_add_up_to_the_sum(capsys):

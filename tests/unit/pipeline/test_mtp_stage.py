@@ -81,8 +81,8 @@ def test_the_finished_model_stays_as_it_was_and_drafts_are_new(finished):
     before, after = tensors(finished, "pretrain"), tensors(finished, "mtp")
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     new = after.keys() - before.keys()
-    assert "model.layers.2.eh_proj.weight" in new
-    assert all(name.startswith("model.layers.2.") for name in new)
+    assert "model.layers.3.eh_proj.weight" in new
+    assert all(name.startswith("model.layers.3.") for name in new)
     manifest = read_manifest(final(finished, "mtp"))
     assert manifest.model["num_nextn_predict_layers"] == 1
     assert manifest.model["mtp_num_depths"] == 2
@@ -92,7 +92,7 @@ def test_a_later_stage_trains_them_along(finished):
     before, after = tensors(finished, "mtp"), tensors(finished, "sft")
     assert before.keys() == after.keys()
     assert not torch.equal(
-        before["model.layers.2.eh_proj.weight"], after["model.layers.2.eh_proj.weight"]
+        before["model.layers.3.eh_proj.weight"], after["model.layers.2.eh_proj.weight"]
     )
 
 
