@@ -92,7 +92,7 @@ def test_a_later_stage_trains_them_along(finished):
     before, after = tensors(finished, "mtp"), tensors(finished, "sft")
     assert before.keys() == after.keys()
     assert not torch.equal(
-        before["model.layers.3.eh_proj.weight"], after["model.layers.2.eh_proj.weight"]
+        before["model.layers.3.eh_proj.weight"], after["model.layers.3.eh_proj.weight"]
     )
 
 
