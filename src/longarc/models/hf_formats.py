@@ -193,8 +193,17 @@ class _Int4(Form):
 
 
 def int4_outgoing(name: str, matrix: Tensor, group_size: int) -> list[Outgoing]:
-    """Return what an INT4 matrix is exported as: codes, scales and shape."""
+    """Return what an INT4 matrix is exported as: codes, scales and shape.
+
+    Raises:
+        ConfigError: its rows are no whole groups, or no whole words of codes.
+    """
     rows, columns = matrix.shape
+    if group_size < 1 or columns % group_size or columns % CODES_PER_WORD:
+        raise ConfigError(
+            f"INT4 groups of {group_size} numbers do not fit {name!r}, whose rows have {columns}; choose a group size "
+            f"that divides {columns}"
+        )
 
     def codes() -> Tensor:
         return packed_int4(int4_quantised(matrix, group_size)[0])

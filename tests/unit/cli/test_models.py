@@ -65,9 +65,15 @@ def test_a_stage_is_exported_as_int4(run, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [("0", "a group holds at least one number"), ("7", "no whole groups of 7")]
+    ("size", "message"),
+    [
+        ("0", "a group holds at least one number"),
+        ("7", "INT4 groups of 7 numbers do not fit 'model.layers.1.mlp.experts.0."),
+        ("48", "INT4 groups of 48 numbers do not fit 'model.layers.1.mlp.experts.0."),
+    ],
 )
 def test_a_group_size_that_does_not_fit_is_refused(run, tmp_path, size, message, capsys):
     options = ["--stage", "sft", "--int4-group-size", size]
-    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) != 0
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
