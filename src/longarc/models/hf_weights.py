@@ -17,6 +17,7 @@ from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_config import config_from_hf, config_to_hf, without_mtp
 from longarc.models.hf_files import (
+    CONFIG_FILE,
     MAX_SHARD_BYTES,
     Outgoing,
     TensorFiles,
@@ -148,12 +149,17 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
 
 def _config(directory: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
+        raw = json.loads((directory / CONFIG_FILE).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{directory}/config.json cannot be read: {error}. Give a directory that holds a Hugging "
+            f"{directory / CONFIG_FILE} cannot be read: {error}. Give a directory that holds a Hugging "
             f"Face config.json and *.safetensors"
         ) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(
+            f"{directory / CONFIG_FILE} holds a JSON {type(raw).__name__}, but a config.json is an object; copy it "
+            f"again from where the weights come from"
+        )
     return raw
 
 

@@ -221,6 +221,26 @@ def test_fp8_without_its_scales_is_refused(glm, tmp_path):
         load_pretrained_dir(tmp_path)
 
 
+def test_fp8_without_a_block_in_the_config_is_refused(glm, tmp_path):
+    fp8_directory(glm, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="does not say which blocks share a scale"):
+        load_pretrained_dir(tmp_path)
+
+
+def test_fp8_vectors_are_refused(glm, tmp_path):
+    fp8_directory(glm, tmp_path)
+    vector = torch.ones(32).to(torch.float8_e4m3fn)
+    rewritten(tmp_path, lambda t: t.update({"model.norm.weight": vector}))
+    with pytest.raises(
+        CheckpointError, match=r"'model.norm.weight' of shape \[32\] .*only matrices"
+    ):
+        load_pretrained_dir(tmp_path)
+
+
 def test_fp8_scales_of_another_shape_are_refused(glm, tmp_path):
     fp8_directory(glm, tmp_path)
     rewritten(tmp_path, lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 2)}))
@@ -333,6 +353,26 @@ def test_int4_without_experts_or_whole_groups_is_refused(llama, glm, tmp_path, g
     [
         ({"quant_method": "gptq"}, "'gptq'.* is not supported"),
         ({"quant_method": "fp8"}, "weight_block_size=.* is not supported"),
+        *(
+            ({"quant_method": "fp8", "weight_block_size": block}, "supported: two positive numbers")
+            for block in ([0, 128], [128, -1], [128], "ab", [True, 1], [1.5, 2], [[1], 2], 128)
+        ),
+        *(
+            (damaged, "quantization_config in config.json is damaged")
+            for damaged in ([1], "fp8", 3)
+        ),
+        *(
+            (
+                {"quant_method": "compressed-tensors", "format": "pack-quantized"} | damaged,
+                "quantization_config in config.json is damaged",
+            )
+            for damaged in (
+                {"config_groups": [1]},
+                {"config_groups": {"g": [1]}},
+                {"config_groups": {"g": {"weights": [1]}}},
+                {"config_groups": {"g": {"weights": {"group_size": "many"}}}},
+            )
+        ),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -349,6 +389,30 @@ def test_a_quantisation_that_cannot_be_read_is_refused(glm, tmp_path, quantizati
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
     )
+    with pytest.raises(ConfigError, match=message):
+        load_pretrained_dir(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '"x"', "null"])
+def test_a_config_that_is_no_object_is_refused(glm, tmp_path, content):
+    save_pretrained_dir(glm, tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config.json holds a JSON \w+, but"):
+        load_pretrained_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ([1], r"rope_parameters=\[1\] in config.json is no object"),
+        ("default", "rope_parameters='default' in config.json is no object"),
+        ({"rope_theta": "wide"}, "(?s)does not describe a model that can be built.*rope_theta"),
+    ],
+)
+def test_rotary_settings_of_a_wrong_type_are_refused(glm, tmp_path, rope, message):
+    save_pretrained_dir(glm, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rope}))
     with pytest.raises(ConfigError, match=message):
         load_pretrained_dir(tmp_path)
 
