@@ -33,11 +33,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("run_dir", type=Path, metavar="RUN")
     convert.add_argument("target", type=Path, metavar="DIRECTORY", help="new or empty directory")
     convert.add_argument("--stage", required=True, help="whose final checkpoint")
-    convert.add_argument(
+    rounding = convert.add_mutually_exclusive_group()
+    rounding.add_argument(
         "--int4-group-size",
         type=int,
         metavar="N",
-        help="round the routed experts to INT4, in groups of N numbers: the stage's int4_group_size",
+        help="round the routed experts to INT4, in groups of N numbers; default: the stage's int4_group_size, "
+        "and without one no rounding",
+    )
+    rounding.add_argument(
+        "--unrounded",
+        action="store_true",
+        help="write the weights that a stage with int4_group_size rounds whenever it computes",
     )
     convert.add_argument(
         "--index-topk-pattern",
@@ -79,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.target,
         stage=arguments.stage,
         int4_group_size=arguments.int4_group_size,
+        unrounded=arguments.unrounded,
         pattern=arguments.index_topk_pattern,
     )
 
@@ -152,7 +160,13 @@ def _read_json_object(path: Path) -> Mapping[str, Any]:
 
 
 def _convert(
-    run_dir: Path, target: Path, *, stage: str, int4_group_size: int | None, pattern: str | None
+    run_dir: Path,
+    target: Path,
+    *,
+    stage: str,
+    int4_group_size: int | None,
+    unrounded: bool,
+    pattern: str | None,
 ) -> int:
     import shutil
 
@@ -171,20 +185,47 @@ def _convert(
         raise CheckpointError(
             f"stage {stage!r} of {run_dir} has no final checkpoint; stages with files: {run.stages()}"
         )
-    if int4_group_size is not None and int4_group_size < 1:
-        raise ConfigError(f"--int4-group-size {int4_group_size}: a group holds at least one number")
+    trained_size = None if unrounded else _trained_group_size(run_dir, stage)
+    group_size = _exported_group_size(int4_group_size, trained=trained_size, stage=stage)
     model = load_checkpoint(checkpoint).model
     if pattern is not None:
         model = with_shared_indexers(model, kinds_of(pattern))
     save_pretrained_dir(
         model,
         target,
-        experts="separate" if int4_group_size is None else "int4",
-        int4_group_size=int4_group_size or 0,
+        experts="separate" if group_size is None else "int4",
+        int4_group_size=group_size or 0,
     )
     shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
     print(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
+    if group_size is not None:
+        how = "as in training" if trained_size is not None else "rounded after training"
+        print(f"routed experts in INT4, groups of {group_size}: {how}")
     return ExitCode.OK
+
+
+def _trained_group_size(run_dir: Path, stage: str) -> int | None:
+    """Return the groups in which a stage of a run rounded its experts, if it did."""
+    from longarc.cli._recipe import recipe_of_run
+    from longarc.config.stages import SupervisedConfig
+
+    config = recipe_of_run(run_dir).stages.get(stage)
+    return config.int4_group_size if isinstance(config, SupervisedConfig) else None
+
+
+def _exported_group_size(wanted: int | None, *, trained: int | None, stage: str) -> int | None:
+    from longarc.errors import ConfigError
+
+    if wanted is None:
+        return trained
+    if wanted < 1:
+        raise ConfigError(f"--int4-group-size {wanted}: a group holds at least one number")
+    if trained is not None and wanted != trained:
+        raise ConfigError(
+            f"--int4-group-size {wanted}: stage {stage!r} trained with int4_group_size={trained}, and other groups "
+            f"have other codes than those it computed with; leave the option out"
+        )
+    return wanted
 
 
 def _share(run_dir: Path, *, stage: str, keep_frac: float, num_tokens: int) -> int:

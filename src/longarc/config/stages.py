@@ -33,7 +33,8 @@ class SupervisedConfig(Settings):
     """Step of the loss-free expert balancing; 1e-3 in DeepSeek-V3 and GLM-4.5, 0 turns it off."""
     int4_group_size: int | None = Field(None, ge=8, multiple_of=8)
     """Train the routed experts as the INT4 weights that ``longarc models convert`` then exports: so many
-    numbers share a scale, 32 in public recipes; GLM-5 report, 2.4. None trains without rounding."""
+    numbers share a scale, 32 in public recipes; GLM-5 report, 2.4. Checkpoints hold the weights before rounding, and
+    evaluations, RL and ``longarc serve`` compute with those. None trains without rounding."""
     checkpoint_every_steps: int = Field(100, ge=1)
     """A crash costs at most this much work [optimizer steps]."""
 

@@ -111,8 +111,14 @@ def _even_head_dim(raw: Mapping[str, Any]) -> int | None:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
+def _rope_theta(raw: Mapping[str, Any]) -> object:
+    """Return what the settings then check to be a number."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(
+            f"rope_parameters={rope!r} in config.json is no object; write it as in "
+            f'{{"rope_type": "default", "rope_theta": 10000.0}}'
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ConfigError(
@@ -122,7 +128,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ConfigError("config.json names no rope_theta; add rope_parameters.rope_theta")
-    return float(theta)
+    return theta
 
 
 def _require(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ written goes out from where it lies, shard by shard.
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from longarc.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+"""Files of a model; others in its directory, such as an adapter's, are somebody else's."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Of one file, as Hugging Face writes them [bytes]; a single larger tensor has a file of its own."""
 MAPPED_BYTES = 1 << 26
@@ -121,34 +125,81 @@ class Outgoing:
 
 def write_file(tensors: Sequence[Outgoing], path: Path) -> None:
     """Write tensors to one file, which appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
-        save_file(
-            {tensor.name: tensor.tensor().contiguous() for tensor in tensors},
-            partial,
-            metadata={"format": "pt"},
-        )
+        _write(tensors, partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def write_shards(tensors: Sequence[Outgoing], directory: Path, *, max_shard_bytes: int) -> None:
-    """Write ``model.safetensors``, or shards and their index where that would be larger than a shard."""
+def write_directory(
+    tensors: Sequence[Outgoing],
+    config: Mapping[str, Any],
+    directory: Path,
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``, or shards and an index where that would be too large.
+
+    A model that was there before is replaced, and nothing of it is left. Until the new one is complete, it stays as
+    it is; after that there is no ``config.json`` until the new one goes with the new weights. So whenever
+    writing ends, the directory holds one of the two models, or none that can be loaded.
+
+    Args:
+        tensors: in the order in which they are written.
+        config: content of ``config.json``.
+        directory: exists.
+        max_shard_bytes: of one file; a single larger tensor has a file of its own.
+    """
     shards = _shards(tensors, max_shard_bytes)
-    if len(shards) == 1:
-        write_file(shards[0], directory / WEIGHTS_FILE)
-        return
-    place: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(shard, directory / name)
-        place.update({tensor.name: name for tensor in shard})
-    index = {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
-        "weight_map": dict(sorted(place.items())),
-    }
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    files = {_shard_name(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
+    texts: dict[str, Mapping[str, Any]] = {}
+    if len(shards) > 1:
+        place = {tensor.name: name for name, shard in files.items() for tensor in shard}
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        texts[INDEX_FILE] = {
+            "metadata": {"total_size": num_bytes},
+            "weight_map": dict(sorted(place.items())),
+        }
+    texts[CONFIG_FILE] = config
+    names = [*files, *texts]
+    try:
+        for name, shard in files.items():
+            _write(shard, _partial(directory / name))
+        for name, content in texts.items():
+            _partial(directory / name).write_text(json.dumps(content, indent=2) + "\n")
+        _remove_model(directory)
+        for name in names:  # the config at last
+            os.replace(_partial(directory / name), directory / name)
+    finally:
+        for name in names:
+            _partial(directory / name).unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    """Return where a file is written before it is complete."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _write(tensors: Sequence[Outgoing], path: Path) -> None:
+    content = {tensor.name: tensor.tensor().contiguous() for tensor in tensors}
+    save_file(content, path, metadata={"format": "pt"})
+
+
+def _remove_model(directory: Path) -> None:
+    """Remove the config first: what is left when this is cut short cannot be loaded."""
+    for name in (CONFIG_FILE, INDEX_FILE):
+        (directory / name).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if _WEIGHTS.fullmatch(path.name):
+            path.unlink()
+
+
+def _shard_name(number: int, num_shards: int) -> str:
+    return (
+        WEIGHTS_FILE if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+    )
 
 
 def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:

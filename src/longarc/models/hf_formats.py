@@ -14,7 +14,7 @@ Source: FP8 blocks, DeepSeek-V3, arXiv:2412.19437, section 3.3; INT4, compressed
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from longarc.algos.int4 import (
     packed_int4,
     unpacked_int4,
 )
-from longarc.errors import CheckpointError, ConfigError
+from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.hf_files import Outgoing, StoredTensor, TensorFiles
 
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -39,8 +39,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weig
 class Quantisation:
     """What ``quantization_config`` of a ``config.json`` says about the files."""
 
-    block: tuple[int, int] = (128, 128)
-    """Rows and columns that share an FP8 scale."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share an FP8 scale; None where nothing is FP8."""
     group_size: int | None = None
     """Numbers that share an INT4 scale; None where nothing is INT4."""
 
@@ -134,7 +134,7 @@ class _Fused(Form):
 @dataclass(frozen=True, slots=True)
 class _Fp8(Form):
     name: str
-    block: tuple[int, int]
+    block: tuple[int, int] | None
 
     def names(self) -> tuple[str, ...]:
         return (self.name, self._scale)
@@ -144,11 +144,23 @@ class _Fp8(Form):
         return f"{self.name}_scale_inv"
 
     def check(self, files: TensorFiles, shape: tuple[int, ...]) -> None:
+        if self.block is None:
+            raise CheckpointError(
+                f"tensor {self.name!r} has dtype F8_E4M3 in {files.where}, but config.json does not say which "
+                f"blocks share a scale; use the config.json that belongs to it, with a quantization_config of "
+                f"quant_method fp8"
+            )
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"tensor {self.name!r} of shape {list(shape)} has dtype F8_E4M3 in {files.where}, but only "
+                f"matrices have blocks that share a scale; convert it to BF16"
+            )
         _require(files, self.name, shape, ("F8_E4M3",))
         blocks = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
         _require(files, self._scale, blocks, ("F32",))
 
     def read(self, files: TensorFiles) -> Tensor:
+        assert self.block is not None
         scales = files.read(self._scale).clone()
         values = files.read(self.name).float()
         rows, columns = values.shape
@@ -193,8 +205,17 @@ class _Int4(Form):
 
 
 def int4_outgoing(name: str, matrix: Tensor, group_size: int) -> list[Outgoing]:
-    """Return what an INT4 matrix is exported as: codes, scales and shape."""
+    """Return what an INT4 matrix is exported as: codes, scales and shape.
+
+    Raises:
+        ConfigError: its rows are no whole groups, or no whole words of codes.
+    """
     rows, columns = matrix.shape
+    if group_size < 1 or columns % group_size or columns % CODES_PER_WORD:
+        raise ConfigError(
+            f"INT4 groups of {group_size} numbers do not fit {name!r}, whose rows have {columns}; choose a group size "
+            f"that divides {columns}"
+        )
 
     def codes() -> Tensor:
         return packed_int4(int4_quantised(matrix, group_size)[0])
@@ -254,15 +275,27 @@ def quantisation_from_hf(raw: Mapping[str, Any]) -> Quantisation:
     config = raw.get("quantization_config")
     if config is None:
         return Quantisation()
-    method = config.get("quant_method")
-    if method == "fp8":
-        block: Sequence[int] = config.get("weight_block_size") or ()
-        if len(block) == 2:
-            return Quantisation(block=(int(block[0]), int(block[1])))
-        raise ConfigError(
-            f"weight_block_size={block!r} in config.json is not supported; supported: two numbers, as in "
-            f"[128, 128]"
-        )
+    hint = "copy config.json again from where the weights come from"
+    with boundary(ConfigError, f"quantization_config in config.json is damaged; {hint}"):
+        method = config.get("quant_method")
+        return _fp8_from_hf(config) if method == "fp8" else _int4_from_hf(method, config)
+
+
+def _fp8_from_hf(config: Mapping[str, Any]) -> Quantisation:
+    block = config.get("weight_block_size")
+    if (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    ):
+        return Quantisation(block=(block[0], block[1]))
+    raise ConfigError(
+        f"weight_block_size={block!r} in config.json is not supported; supported: two positive numbers, as in "
+        f"[128, 128]"
+    )
+
+
+def _int4_from_hf(method: object, config: Mapping[str, Any]) -> Quantisation:
     groups = config.get("config_groups") or {}
     first: Mapping[str, Any] = next(iter(groups.values()), {})
     weights: Mapping[str, Any] = first.get("weights") or {}

@@ -17,11 +17,12 @@ from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_config import config_from_hf, config_to_hf, without_mtp
 from longarc.models.hf_files import (
+    CONFIG_FILE,
     MAX_SHARD_BYTES,
     Outgoing,
     TensorFiles,
+    write_directory,
     write_file,
-    write_shards,
 )
 from longarc.models.hf_formats import (
     Form,
@@ -98,7 +99,7 @@ def save_pretrained_dir(
 
     Args:
         model: is written from where it lies; no copy is made.
-        directory: is made if need be.
+        directory: is made if need be; a model that it holds is replaced, once the new one is complete.
         experts: each with its own tensors, as published checkpoints have them; fused, as transformers holds
             them in memory; or rounded to INT4, with the codes and scales that training with the same group
             size computes with.
@@ -106,11 +107,10 @@ def save_pretrained_dir(
         max_shard_bytes: the size of a file; there are several, and an index, where one is not enough.
 
     Raises:
-        ConfigError: there are no routed experts that could be rounded.
-        ContractError: the group size does not divide their widths.
+        ConfigError: transformers has no such architecture, or there are no routed experts that could be
+            rounded, or the group size does not divide their widths.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     config = config_to_hf(model.config, dtype=str(model.output_weight.dtype).removeprefix("torch."))
     if experts == "fused":
         outgoing = _outgoing(_with_hf_names(model, model.state_dict()))
@@ -119,8 +119,8 @@ def save_pretrained_dir(
         config["quantization_config"] = quantisation_to_hf(int4_group_size)
     else:
         outgoing = _outgoing(named_tensors(model))
-    write_shards(outgoing, directory, max_shard_bytes=max_shard_bytes)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_directory(outgoing, config, directory, max_shard_bytes=max_shard_bytes)
 
 
 def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -149,12 +149,17 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
 
 def _config(directory: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
+        raw = json.loads((directory / CONFIG_FILE).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{directory}/config.json cannot be read: {error}. Give a directory that holds a Hugging "
+            f"{directory / CONFIG_FILE} cannot be read: {error}. Give a directory that holds a Hugging "
             f"Face config.json and *.safetensors"
         ) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(
+            f"{directory / CONFIG_FILE} holds a JSON {type(raw).__name__}, but a config.json is an object; copy it "
+            f"again from where the weights come from"
+        )
     return raw
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ from longarc.errors import ContractError, ResourceError, boundary
 
 MIN_BYTES = 1 << 14
 """Smaller storages stay in memory [bytes]; reading one back would take longer than it is worth."""
+
+MOUNTS = Path("/proc/self/mountinfo")
+"""Which file system has which device number; elsewhere than on Linux there is no such file."""
 
 
 class OffloadFile:
@@ -38,11 +43,10 @@ class OffloadFile:
         """Open the file, which goes with the process however that ends.
 
         Raises:
-            ResourceError: the directory does not exist or is not writable.
+            ResourceError: the directory does not exist, is not writable, or lies in memory.
         """
         self._directory = directory or tempfile.gettempdir()
-        with boundary(ResourceError, f"cannot offload activations to {self._directory}"):
-            self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115
+        self._file = _opened_file(self._directory)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
         self._size_bytes = 0
         self._newest: _OffloadedLayer | None = None
@@ -52,8 +56,9 @@ class OffloadFile:
         """Passes begun; what belongs to an earlier one is gone."""
 
     def restart(self) -> None:
-        """Forget the pass before."""
-        self._await_writing()
+        """Forget the pass before: reads that nothing waited for, and what could not be written, included."""
+        # Requests are taken in order, so this one ends when no other uses the file any more.
+        self._thread.submit(int).result()
         self._newest = self._read_last = None
         self._size_bytes = 0
         self.num_passes += 1
@@ -216,6 +221,48 @@ class _Place:
     stride: tuple[int, ...]
 
 
+def check_directory(directory: str | None) -> None:
+    """Refuse a directory that could not take, or should not take, offloaded activations.
+
+    Args:
+        directory: exists; None is the system's temporary one.
+
+    Raises:
+        ResourceError: it does not exist, is not writable, or lies in memory.
+    """
+    _opened_file(directory or tempfile.gettempdir()).close()
+
+
+def _opened_file(directory: str) -> IO[bytes]:
+    """Open a file without a name on a disk."""
+    setting = "set activations.offload_directory to a directory on a disk"
+    with boundary(ResourceError, f"cannot offload activations to {directory}; {setting}"):
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+    kind = _kind_in_memory(os.fstat(file.fileno()).st_dev)
+    if kind is not None:
+        file.close()
+        raise ResourceError(
+            f"cannot offload activations to {directory}: it is a {kind}, whose files lie in the memory that "
+            f"offloading is to free; {setting}"
+        )
+    return file
+
+
+def _kind_in_memory(device: int) -> str | None:
+    """Return which file system in memory has a device number; None where it is on a disk, or unknown."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for mount in mounts:
+        place, _, source = mount.partition(" - ")
+        kind = source.split(" ", 1)[0]
+        if place.split(" ", 3)[2] == number and kind in ("tmpfs", "ramfs"):
+            return kind
+    return None
+
+
 def _unpacked(saved: Tensor | _Place) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
@@ -248,7 +295,10 @@ def _read(file: int, chunks: list[_Chunk], where: str) -> list[Tensor]:
         done = 0
         with boundary(ResourceError, f"cannot read offloaded activations from {where}"):
             while done < chunk.num_bytes:
-                done += os.preadv(file, [content[done:]], chunk.offset + done)
+                num_bytes = os.preadv(file, [content[done:]], chunk.offset + done)
+                if num_bytes == 0:
+                    raise EOFError(f"the file ends {chunk.num_bytes - done} bytes too early")
+                done += num_bytes
         loaded.append(buffer)
     return loaded
 

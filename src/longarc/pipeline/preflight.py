@@ -21,6 +21,7 @@ from longarc.config.stages import (
 )
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
+from longarc.models.offload import check_directory
 from longarc.pipeline.workspace import check_fits, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -36,9 +37,11 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
         ConfigError: an import path, or a family's or a loss's settings are wrong, or the tokenizer
             is missing or does not fit the model.
         CheckpointError: the tokenizer is damaged.
-        ResourceError: the machine has fewer cores than the recipe uses at once.
+        ResourceError: the machine has fewer cores than the recipe uses at once, or a stage's
+            ``activations.offload_directory`` does not exist, is not writable or lies in memory.
     """
     _check_cores(recipe)
+    _check_offloading(recipe)
     if is_new and recipe.tokenizer.path is not None:
         _check_tokenizer(recipe, Path(recipe.tokenizer.path))
     for name, stage in recipe.stages.items():
@@ -87,6 +90,16 @@ def _check_cores(recipe: Recipe) -> None:
                 f"{what} = {number}, but this process may use {cores} core(s); lower it, for example with "
                 f"--set threads=1, or give the run more cores"
             )
+
+
+def _check_offloading(recipe: Recipe) -> None:
+    for name, stage in recipe.stages.items():
+        if isinstance(stage, EvalConfig) or stage.activations.offloaded_layers == "none":
+            continue
+        try:
+            check_directory(stage.activations.offload_directory)
+        except ResourceError as error:
+            raise ResourceError(f"stage {name!r}: {error}") from error
 
 
 def _check_tokenizer(recipe: Recipe, path: Path) -> None:

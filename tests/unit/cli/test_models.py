@@ -1,15 +1,20 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from longarc.cli.main import main
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
 from longarc.models.build import build_model
 from longarc.models.hf_weights import load_pretrained_dir, save_weights
 from longarc.models.layout import Layout
 from longarc.runs.directory import RunDirectory
 from model_cases import small_glm
+
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 @pytest.fixture
@@ -17,11 +22,19 @@ def model():
     return build_model(small_glm(), seed=0)
 
 
+@pytest.fixture(params=[None])
+def int4_group_size(request):
+    """Of the stage's training; None for none."""
+    return request.param
+
+
 @pytest.fixture
-def run(tmp_path, model):
+def run(tmp_path, model, int4_group_size):
     """Return a run whose stage ``sft`` has a final checkpoint."""
     path = tmp_path / "run"
-    recipe = {"name": "r", "stages": {"sft": {}}}
+    smoke = load_settings(Recipe, RECIPES / "smoke.toml")
+    recipe = smoke.model_dump(mode="json")
+    recipe["stages"]["sft"]["int4_group_size"] = int4_group_size
     with RunDirectory.create(path, recipe=recipe, seeds={"run": 0}) as run:
         checkpoint = (
             run.stage("sft")
@@ -50,10 +63,18 @@ def test_a_stage_becomes_a_directory_that_can_be_loaded(run, model, tmp_path, ca
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_a_stage_is_exported_as_int4(run, model, tmp_path):
+@pytest.mark.parametrize(
+    ("int4_group_size", "options", "said"),
+    [
+        (8, [], "as in training"),
+        (8, ["--int4-group-size", "8"], "as in training"),
+        (None, ["--int4-group-size", "8"], "rounded after training"),
+    ],
+)
+def test_a_stage_is_exported_as_int4(run, model, tmp_path, options, said, capsys):
     target = tmp_path / "out"
-    options = ["--stage", "sft", "--int4-group-size", "8"]
-    assert main(["models", "convert", str(run), str(target), *options]) == 0
+    assert main(["models", "convert", str(run), str(target), "--stage", "sft", *options]) == 0
+    assert f"routed experts in INT4, groups of 8: {said}\n" in capsys.readouterr().out
     config = json.loads((target / "config.json").read_text())
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 8
     assert "model.layers.1.mlp.experts.0.up_proj.weight_packed" in load_file(
@@ -64,10 +85,33 @@ def test_a_stage_is_exported_as_int4(run, model, tmp_path):
     assert torch.equal(load_pretrained_dir(target)(ids, Layout.documents([40])).hidden, trained)
 
 
+@pytest.mark.parametrize("int4_group_size", [16])
+def test_codes_that_no_training_used_are_not_exported(run, tmp_path, capsys):
+    options = ["--stage", "sft", "--int4-group-size", "8"]
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 2
+    assert "stage 'sft' trained with int4_group_size=16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("int4_group_size", [8])
+def test_the_weights_behind_the_codes_are_exported_on_request(run, model, tmp_path, capsys):
+    options = ["--stage", "sft", "--unrounded"]
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 0
+    assert "INT4" not in capsys.readouterr().out
+    loaded = load_pretrained_dir(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize(
-    ("size", "message"), [("0", "a group holds at least one number"), ("7", "no whole groups of 7")]
+    ("size", "message"),
+    [
+        ("0", "a group holds at least one number"),
+        ("7", "INT4 groups of 7 numbers do not fit 'model.layers.1.mlp.experts.0."),
+        ("48", "INT4 groups of 48 numbers do not fit 'model.layers.1.mlp.experts.0."),
+    ],
 )
 def test_a_group_size_that_does_not_fit_is_refused(run, tmp_path, size, message, capsys):
     options = ["--stage", "sft", "--int4-group-size", size]
-    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) != 0
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,8 @@
 import gc
+import os
 import weakref
+from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 import torch
@@ -28,6 +31,11 @@ LAYOUT = Layout((Span(60), Span(40, 0), Span(30, 0), Span(50)))
 @pytest.fixture(autouse=True)
 def everything_is_worth_offloading(monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
+
+
+@pytest.fixture(autouse=True)
+def every_directory_counts_as_a_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(offload, "MOUNTS", tmp_path / "no mounts")
 
 
 def gradients(model, config, *, passes=1, **options):
@@ -242,3 +250,100 @@ def test_a_change_in_place_of_a_saved_tensor_is_refused(tmp_path):
         y.sum().backward()
     file.close()
     assert list(tmp_path.iterdir()) == []
+
+
+class Layer(torch.nn.Module):
+    """A layer as `Activations` calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, hidden, _step, _selection):
+        return torch.nn.functional.gelu(self.linear(hidden))
+
+
+def mlp():
+    return torch.nn.ModuleList(Layer() for _ in range(3))
+
+
+def forward(activations, layers):
+    hidden = torch.ones(64, 8)
+    for layer in activations.managed(layers):
+        hidden = layer(hidden, None, None)
+    return hidden.sum()
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
+def test_a_directory_in_memory_is_refused(tmp_path, monkeypatch, kind):
+    device = tmp_path.stat().st_dev
+    mounts = (
+        "24 1 0:22 / /proc rw,relatime - proc proc rw\n"
+        f"36 35 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} none rw\n"
+    )
+    monkeypatch.setattr(offload, "MOUNTS", tmp_path / "mountinfo")
+    (tmp_path / "mountinfo").write_text(mounts)
+    with pytest.raises(ResourceError, match=rf"is a {kind}.*set activations.offload_directory"):
+        offload.OffloadFile(str(tmp_path))
+    (tmp_path / "mountinfo").write_text(mounts.replace(kind, "xfs"))
+    offload.OffloadFile(str(tmp_path)).close()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no /dev/shm")
+def test_shared_memory_is_no_disk(monkeypatch):
+    monkeypatch.setattr(offload, "MOUNTS", Path("/proc/self/mountinfo"))
+    with pytest.raises(ResourceError, match="/dev/shm: it is a tmpfs"):
+        offload.OffloadFile("/dev/shm")
+
+
+def test_a_read_that_nothing_waited_for_is_over_before_the_next_pass(tmp_path, monkeypatch):
+    """A gradient of the last layer alone has the layer before it read ahead."""
+    layers, read = mlp(), offload._read
+    may_go_on, ended = Event(), []
+
+    def slow(*request):
+        if ended:  # the second: what is read ahead
+            assert may_go_on.wait(20)
+        ended.append(read(*request))
+        return ended[-1]
+
+    monkeypatch.setattr(offload, "_read", slow)
+    config = ActivationConfig(offloaded_layers="all", offload_directory=str(tmp_path))
+    with Activations(config) as activations:
+        torch.autograd.grad(forward(activations, layers), list(layers[2].parameters()))
+        assert len(ended) == 1
+        Timer(0.1, may_go_on.set).start()
+        activations._file.restart()
+        assert len(ended) == 2
+        forward(activations, layers).backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def test_a_file_that_is_too_short_is_refused_and_not_read_for_ever(tmp_path):
+    config = ActivationConfig(offloaded_layers="all", offload_directory=str(tmp_path))
+    layers = mlp()
+    with Activations(config) as activations:
+        loss = forward(activations, layers)
+        activations._file._newest.await_writing()
+        activations._file._file.truncate(100)
+        with pytest.raises(ResourceError, match=r"cannot read .* ends \d+ bytes too early"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [("pwrite", "cannot offload 2048 bytes to .*full"), ("preadv", "cannot read offloaded .*full")],
+)
+def test_a_disk_that_fails_fails_one_pass_and_not_the_next(tmp_path, monkeypatch, call, message):
+    def full(*_):
+        raise OSError(28, "disk is full")
+
+    layers = mlp()
+    config = ActivationConfig(offloaded_layers="all", offload_directory=str(tmp_path))
+    with Activations(config) as activations:
+        with monkeypatch.context() as broken:
+            broken.setattr(offload.os, call, full)
+            with pytest.raises(ResourceError, match=message):
+                forward(activations, layers).backward()
+        forward(activations, layers).backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())

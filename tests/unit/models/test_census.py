@@ -198,7 +198,10 @@ def test_models_of_transformers_have_as_many_parameters(name):
         ({"index_topk_pattern": "FSF"}, "index_topk_pattern describes 3 layers, .*=78"),
         ({"indexer_types": ["full"] * 79}, "indexer_types describes 79 layers"),
         ({"first_k_dense_replace": None}, "neither first_k_dense_replace nor mlp_layer_types"),
-        ({"num_experts_per_tok": 257}, "num_experts_per_tok=257 exceeds n_routed_experts=256"),
+        (
+            {"num_experts_per_tok": 257},
+            "of type glm_moe_dsa: num_experts_per_tok=257 exceeds n_routed_experts=256",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_counted_is_refused_by_name(change, message):

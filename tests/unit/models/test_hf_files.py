@@ -48,6 +48,68 @@ def test_a_large_model_is_cut_into_shards_with_an_index(decoder, tmp_path):
     assert states_are_equal(load_pretrained_dir(tmp_path), decoder)
 
 
+SHARDS = {"max_shard_bytes": 20_000}
+
+
+@pytest.mark.parametrize("before", [{}, SHARDS, {"max_shard_bytes": 15_000}])
+@pytest.mark.parametrize("after", [{}, SHARDS])
+def test_a_model_that_was_there_before_is_replaced(tmp_path, before, after):
+    old, new = (build_model(small_llama(), seed=seed) for seed in (0, 1))
+    save_pretrained_dir(old, tmp_path, **before)
+    save_pretrained_dir(new, tmp_path, **after)
+    assert states_are_equal(load_pretrained_dir(tmp_path), new)
+    save_pretrained_dir(new, tmp_path / "fresh", **after)
+    fresh = {path.name for path in (tmp_path / "fresh").iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == fresh | {"fresh"}
+
+
+def test_what_belongs_to_something_else_stays(llama, tmp_path):
+    names = {"adapter_model.safetensors", "tokenizer.json"}
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    save_pretrained_dir(llama, tmp_path)
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+
+
+def test_a_model_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    old, new = (build_model(small_llama(), seed=seed) for seed in (0, 1))
+    save_pretrained_dir(old, tmp_path, **SHARDS)
+    written = []
+
+    def save(tensors, path, metadata):
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(hf_files, "save_file", save)
+    names = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="No space left"):
+        save_pretrained_dir(new, tmp_path, **SHARDS)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert states_are_equal(load_pretrained_dir(tmp_path), old)
+
+
+@pytest.mark.parametrize("options", [{}, SHARDS])
+def test_no_moment_of_writing_leaves_a_mixture(tmp_path, monkeypatch, options):
+    """Old weights, as few as there may be, never lie beside new ones under a config or an index."""
+    old, new = (build_model(small_llama(), seed=seed) for seed in (0, 1))
+    save_pretrained_dir(old, tmp_path, **SHARDS)
+    replace, num_moments = hf_files.os.replace, 0
+
+    def stopped(*paths):
+        nonlocal num_moments
+        num_moments += 1
+        with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+            load_pretrained_dir(tmp_path)
+        replace(*paths)
+
+    monkeypatch.setattr(hf_files.os, "replace", stopped)
+    save_pretrained_dir(new, tmp_path, **options)
+    assert num_moments == len(list(tmp_path.iterdir()))
+    assert states_are_equal(load_pretrained_dir(tmp_path), new)
+
+
 def test_an_index_that_promises_too_much_is_refused(llama, tmp_path):
     save_pretrained_dir(llama, tmp_path, max_shard_bytes=20_000)
     path = tmp_path / "model.safetensors.index.json"
@@ -159,6 +221,26 @@ def test_fp8_without_its_scales_is_refused(glm, tmp_path):
         load_pretrained_dir(tmp_path)
 
 
+def test_fp8_without_a_block_in_the_config_is_refused(glm, tmp_path):
+    fp8_directory(glm, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="does not say which blocks share a scale"):
+        load_pretrained_dir(tmp_path)
+
+
+def test_fp8_vectors_are_refused(glm, tmp_path):
+    fp8_directory(glm, tmp_path)
+    vector = torch.ones(32).to(torch.float8_e4m3fn)
+    rewritten(tmp_path, lambda t: t.update({"model.norm.weight": vector}))
+    with pytest.raises(
+        CheckpointError, match=r"'model.norm.weight' of shape \[32\] .*only matrices"
+    ):
+        load_pretrained_dir(tmp_path)
+
+
 def test_fp8_scales_of_another_shape_are_refused(glm, tmp_path):
     fp8_directory(glm, tmp_path)
     rewritten(tmp_path, lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 2)}))
@@ -251,14 +333,19 @@ def test_int4_tensors_that_do_not_fit_are_refused(glm, tmp_path, part, value, me
         load_pretrained_dir(tmp_path)
 
 
-def test_int4_without_experts_or_whole_groups_is_refused(llama, glm, tmp_path):
+@pytest.mark.parametrize("group_size", [0, 7, 48])
+def test_int4_without_experts_or_whole_groups_is_refused(llama, glm, tmp_path, group_size):
+    target = tmp_path / "new"
     with pytest.raises(ConfigError, match="llama model has no routed experts"):
-        save_pretrained_dir(llama, tmp_path, experts="int4")
-    with pytest.raises(ContractError, match=r"has no whole groups of 32"):
-        save_pretrained_dir(glm, tmp_path, experts="int4", int4_group_size=32)
+        save_pretrained_dir(llama, target, experts="int4")
+    said = (
+        rf"groups of {group_size} .*experts.0.*weight', whose rows have (32|24); choose .* divides"
+    )
+    with pytest.raises(ConfigError, match=said):
+        save_pretrained_dir(glm, target, experts="int4", int4_group_size=group_size)
     with pytest.raises(ContractError, match="a llama model has none"):
         logits(llama, int4_group_size=8)
-    assert list(tmp_path.glob("*.safetensors")) == []
+    assert not target.exists()
 
 
 @pytest.mark.parametrize(
@@ -266,6 +353,26 @@ def test_int4_without_experts_or_whole_groups_is_refused(llama, glm, tmp_path):
     [
         ({"quant_method": "gptq"}, "'gptq'.* is not supported"),
         ({"quant_method": "fp8"}, "weight_block_size=.* is not supported"),
+        *(
+            ({"quant_method": "fp8", "weight_block_size": block}, "supported: two positive numbers")
+            for block in ([0, 128], [128, -1], [128], "ab", [True, 1], [1.5, 2], [[1], 2], 128)
+        ),
+        *(
+            (damaged, "quantization_config in config.json is damaged")
+            for damaged in ([1], "fp8", 3)
+        ),
+        *(
+            (
+                {"quant_method": "compressed-tensors", "format": "pack-quantized"} | damaged,
+                "quantization_config in config.json is damaged",
+            )
+            for damaged in (
+                {"config_groups": [1]},
+                {"config_groups": {"g": [1]}},
+                {"config_groups": {"g": {"weights": [1]}}},
+                {"config_groups": {"g": {"weights": {"group_size": "many"}}}},
+            )
+        ),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -282,6 +389,30 @@ def test_a_quantisation_that_cannot_be_read_is_refused(glm, tmp_path, quantizati
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
     )
+    with pytest.raises(ConfigError, match=message):
+        load_pretrained_dir(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '"x"', "null"])
+def test_a_config_that_is_no_object_is_refused(glm, tmp_path, content):
+    save_pretrained_dir(glm, tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config.json holds a JSON \w+, but"):
+        load_pretrained_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ([1], r"rope_parameters=\[1\] in config.json is no object"),
+        ("default", "rope_parameters='default' in config.json is no object"),
+        ({"rope_theta": "wide"}, "(?s)does not describe a model that can be built.*rope_theta"),
+    ],
+)
+def test_rotary_settings_of_a_wrong_type_are_refused(glm, tmp_path, rope, message):
+    save_pretrained_dir(glm, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rope}))
     with pytest.raises(ConfigError, match=message):
         load_pretrained_dir(tmp_path)
 

@@ -9,6 +9,7 @@ from longarc.algos import losses
 from longarc.config.loader import load_settings
 from longarc.config.recipe import Recipe
 from longarc.errors import ConfigError, ResourceError
+from longarc.models import offload
 from longarc.pipeline.preflight import check_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -66,3 +67,29 @@ def test_a_loss_that_other_processes_cannot_find_is_refused_before_the_run():
     check_recipe(recipe("quickstart", loss, "threads=1"), is_new=True)
     beside = f"stages.agentic_rl.loss={{path='{__name__}:nameless'}}"
     check_recipe(recipe("quickstart", beside), is_new=True)  # this trainer loads it by its path
+
+
+def offloading(stage, directory):
+    settings = f"{{offloaded_layers='all', offload_directory='{directory}'}}"
+    return recipe("quickstart", f"stages.{stage}.activations={settings}")
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "reasoning_rl", "distill"])
+def test_a_directory_for_activations_is_looked_at_before_the_run(stage, tmp_path, monkeypatch):
+    with pytest.raises(ResourceError, match=rf"'{stage}': cannot offload activations to .*none"):
+        check_recipe(offloading(stage, tmp_path / "none"), is_new=True)
+    mount(monkeypatch, tmp_path, kind="ext4")
+    check_recipe(offloading(stage, tmp_path), is_new=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"mountinfo"}
+    mount(monkeypatch, tmp_path, kind="tmpfs")
+    with pytest.raises(ResourceError, match=rf"'{stage}': .*is a tmpfs.*offload_directory"):
+        check_recipe(offloading(stage, tmp_path), is_new=True)
+
+
+def mount(monkeypatch, directory, *, kind):
+    """Let a directory seem to be on a file system of some kind."""
+    device = directory.stat().st_dev
+    place = f"36 35 {os.major(device)}:{os.minor(device)} / {directory} rw,noatime master:1"
+    (directory / "mountinfo").write_text(f"{place} - {kind} /dev/root rw\n")
+    monkeypatch.setattr(offload, "MOUNTS", directory / "mountinfo")
