@@ -241,7 +241,7 @@ def test_damaged_weights_stop_the_run_before_they_spread(pool):
     with torch.no_grad():  # only the worker's half has this token
         trainer.model.get_parameter("model.embed_tokens.weight")[63] = float("nan")
     before = weights(trainer)
-    with pytest.raises(ContractError, match="layer 0: .* of packed token 1 is not finite"):
+    with pytest.raises(ContractError, match=r"layer 0: .* of packed token 1 is not finite"):
         trainer.step([Document(token_ids=[1] * 9), Document(token_ids=[2, *[63] * 8])])
     after = weights(trainer)
     assert all(torch.equal(before[n].nan_to_num(), after[n].nan_to_num()) for n in before)
