@@ -3,8 +3,8 @@
 import torch
 
 from longarc.algos.int4 import (
-    fake_int4,
     int4_dequantised,
+    int4_linear,
     int4_quantised,
     packed_int4,
     unpacked_int4,
@@ -54,5 +54,13 @@ def test_eight_codes_fill_a_word_from_its_lowest_bits():
 def test_the_gradient_passes_as_if_nothing_had_been_rounded():
     weight = torch.tensor([TIES], requires_grad=True)
     grad = torch.linspace(-3, 5, 8)[None]
-    (fake_int4(weight, 8) * grad).sum().backward()
+    product = int4_linear(torch.eye(8), weight, 8)
+    assert product.flatten().tolist() == TIE_CODES
+    (product * grad.T).sum().backward()
     assert torch.equal(weight.grad, grad)
+
+
+def test_a_gradient_goes_back_through_the_rounded_matrix():
+    x = torch.ones(1, 8, requires_grad=True)
+    int4_linear(x, torch.tensor([TIES]), 8).sum().backward()
+    assert x.grad.flatten().tolist() == TIE_CODES

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longarc.algos.int4 import (
-    fake_int4,
     int4_dequantised,
     int4_quantised,
+    int4_rounded,
     packed_int4,
     unpacked_int4,
 )
@@ -45,13 +45,13 @@ def test_quantising_what_was_dequantised_changes_nothing(weight):
 def test_the_forward_pass_has_what_packed_codes_and_scales_stand_for(weight):
     codes, scales = int4_quantised(weight, 8)
     exported = int4_dequantised(unpacked_int4(packed_int4(codes)), scales)
-    assert torch.equal(fake_int4(weight, 8), exported.float())
+    assert torch.equal(int4_rounded(weight, 8), exported.float())
 
 
 @given(matrices())
 def test_a_stack_is_quantised_matrix_by_matrix(weight):
     stack = torch.stack([weight, 3 * weight])
-    assert torch.equal(fake_int4(stack, 8)[1], fake_int4(3 * weight, 8))
+    assert torch.equal(int4_rounded(stack, 8)[1], int4_rounded(3 * weight, 8))
 
 
 def test_groups_that_do_not_fit_are_refused():

@@ -17,6 +17,7 @@ is that of slime's kernel and of the compressed-tensors format.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import BFloat16, Float, Int, Int8, Int32
 from torch import Tensor
 
@@ -62,26 +63,42 @@ def int4_dequantised(
     return values
 
 
-def fake_int4(
+def int4_rounded(
     weight: Float[Tensor, "*rows inputs"], group_size: int
 ) -> Float[Tensor, "*rows inputs"]:
-    """Return the values that the quantised weight has, in the dtype of ``weight``; its gradient passes through.
+    """Return the values that the quantised weight has, in the dtype of ``weight`` and without a gradient.
 
     Raises:
         ContractError: ``group_size`` does not divide the last dimension.
     """
-    values: Tensor = _FakeInt4.apply(weight, group_size)  # type: ignore[no-untyped-call]
-    return values
+    return int4_dequantised(*int4_quantised(weight, group_size)).to(weight.dtype)
 
 
-class _FakeInt4(torch.autograd.Function):
+def int4_linear(
+    x: Float[Tensor, "tokens inputs"], weight: Float[Tensor, "outputs inputs"], group_size: int
+) -> Float[Tensor, "tokens outputs"]:
+    """Return the product with what INT4 leaves of a matrix; the gradient passes through the rounding.
+
+    The rounded matrix is computed again in backward and not kept until then.
+
+    Raises:
+        ContractError: ``group_size`` does not divide the inputs.
+    """
+    product: Tensor = _Int4Linear.apply(x, weight, group_size)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Int4Linear(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, weight: Tensor, group_size: int) -> Tensor:
-        return int4_dequantised(*int4_quantised(weight, group_size)).to(weight.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group_size = group_size
+        return F.linear(x, int4_rounded(weight, group_size))
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad.mm(int4_rounded(weight, ctx.group_size)), grad.t().mm(x), None
 
 
 def packed_int4(codes: Int8[Tensor, "rows inputs"]) -> Int32[Tensor, "rows words"]:

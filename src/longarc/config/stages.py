@@ -34,7 +34,8 @@ class SupervisedConfig(Settings):
     int4_group_size: int | None = Field(None, ge=8, multiple_of=8)
     """Train the routed experts as the INT4 weights that ``longarc models convert`` then exports: so many
     numbers share a scale, 32 in public recipes; GLM-5 report, 2.4. Checkpoints hold the weights before rounding, and
-    evaluations, RL and ``longarc serve`` compute with those. None trains without rounding."""
+    evaluations, RL and ``longarc serve`` compute with those. Experts are rounded anew in backward, which costs time
+    and no second copy of them. None trains without rounding."""
     checkpoint_every_steps: int = Field(100, ge=1)
     """A crash costs at most this much work [optimizer steps]."""
 

@@ -4,12 +4,14 @@ Source: GLM-5, arXiv:2602.15763, section 3; balancing: DeepSeek-V3, arXiv:2412.1
 Shape letters: T padded rows, k experts per token, E experts.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Num
 from torch import Tensor, nn
 
-from longarc.algos.int4 import fake_int4
+from longarc.algos.int4 import int4_linear
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.models.kernels import mixture as native_mixture
 from longarc.models.kernels import rows as native_rows
@@ -79,20 +81,20 @@ class Experts(nn.Module):
     ) -> Float[Tensor, "T hidden"]:
         """Return for each token the weighted sum of its experts' outputs, in the order of its choice.
 
-        With ``int4_group_size`` the experts compute with what INT4 leaves of their weights.
+        With ``int4_group_size`` the experts compute with what INT4 leaves of their weights, rounded anew in
+        backward: kept until then, it would be a second copy of all experts of the model.
         """
         gate_up_proj: Tensor = self.gate_up_proj
         down_proj: Tensor = self.down_proj
-        if int4_group_size is not None:
-            gate_up_proj = fake_int4(gate_up_proj, int4_group_size)
-            down_proj = fake_int4(down_proj, int4_group_size)
         if native_for(x, gate_up_proj, down_proj):
-            return native_mixture.mix_experts(x, chosen_Tk, weight_Tk, gate_up_proj, down_proj)
+            return native_mixture.mix_experts(
+                x, chosen_Tk, weight_Tk, gate_up_proj, down_proj, int4_group_size=int4_group_size
+            )
         num_chosen = chosen_Tk.shape[1]
         order = chosen_Tk.flatten().argsort(stable=True)
         sorted_rows = torch.split(x.index_select(0, order // num_chosen), counts_E.tolist())
         outputs = [
-            _expert(rows, gate_up, down)
+            _expert(rows, gate_up, down, int4_group_size)
             for rows, gate_up, down in zip(
                 sorted_rows, gate_up_proj.unbind(), down_proj.unbind(), strict=True
             )
@@ -111,14 +113,17 @@ class Experts(nn.Module):
         return first
 
 
-def _expert(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _expert(rows: Tensor, gate_up: Tensor, down: Tensor, int4_group_size: int | None) -> Tensor:
     num_rows = rows.shape[0]
     if num_rows == 0:
         return rows
     if num_rows < MIN_EXPERT_ROWS:
         rows = F.pad(rows, (0, 0, 0, MIN_EXPERT_ROWS - num_rows))
-    gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)[:num_rows]
+    linear = (
+        F.linear if int4_group_size is None else partial(int4_linear, group_size=int4_group_size)
+    )
+    gate, up = linear(rows, gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down)[:num_rows]
 
 
 class MixtureOfExperts(nn.Module):

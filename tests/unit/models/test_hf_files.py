@@ -281,8 +281,10 @@ def test_exported_int4_is_an_eighth_and_idempotent(glm, tmp_path):
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-def test_gradients_of_rounded_experts_reach_the_weights(glm):
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_gradients_of_rounded_experts_reach_the_weights(glm, native, monkeypatch):
     """Straight through: the gradient of a weight is that of the value it was rounded to."""
+    monkeypatch.setenv("LONGARC_NATIVE", native)
     logits(glm, int4_group_size=8).square().sum().backward()
     through = {n: p.grad.clone() for n, p in glm.named_parameters() if p.grad is not None}
     rounded = build_model(glm.config, seed=0)

@@ -1,3 +1,7 @@
+import itertools
+import os
+from functools import partial
+
 import pytest
 import torch
 
@@ -5,6 +9,7 @@ from longarc.models.build import build_model
 from longarc.models.layout import Layout
 from longarc.models.moe import MixtureOfExperts, Router, update_router_bias
 from model_cases import small_glm
+from peak_memory import measured_alone, peak_bytes
 
 
 @pytest.fixture
@@ -85,3 +90,26 @@ def test_balancing_evens_out_a_skewed_router(glm, make_ids):
     last = glm(ids, layout).expert_counts
     assert last.amax() < first.amax()
     assert last.amin() > first.amin()
+
+
+def peaks_of_rounded_experts():
+    """Return the size of all experts, and the peaks of steps by kernels and group size [bytes]."""
+    shape = {"hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 16}
+    model = build_model(small_glm(**shape, num_hidden_layers=6), seed=0)
+    ids, layout = torch.arange(64), Layout.documents([64])
+
+    def step(native, group_size):
+        os.environ["LONGARC_NATIVE"] = native
+        model(ids, layout, int4_group_size=group_size).hidden.sum().backward()
+
+    step("1", None)  # allocates gradients and scratch memory
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    cases = itertools.product("10", [None, 32])
+    return experts, {case: peak_bytes(partial(step, *case)) for case in cases}
+
+
+def test_rounded_experts_are_not_kept_until_backward():
+    experts, peaks = measured_alone(peaks_of_rounded_experts)
+    assert experts > 60e6
+    for native in "10":
+        assert peaks[native, 32] < peaks[native, None] + 0.35 * experts  # a layer has 0.2

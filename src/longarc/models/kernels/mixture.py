@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longarc.algos.int4 import int4_rounded
 from longarc.models.kernels.native import required
 
 
@@ -62,6 +63,8 @@ def mix_experts(
     weight_Tk: Float[Tensor, "T k"],
     gate_up: Float[Tensor, "E twice_width hidden"],
     down: Float[Tensor, "E hidden width"],
+    *,
+    int4_group_size: int | None = None,
 ) -> Float[Tensor, "T hidden"]:
     """Return for each row the weighted sum of its experts' outputs, in the order of its choice.
 
@@ -71,15 +74,22 @@ def mix_experts(
         weight_Tk: of each chosen expert.
         gate_up: gate rows first, then up rows.
         down: output projections.
+        int4_group_size: compute with what INT4 leaves of both, in groups of that many numbers.
     """
-    output: Tensor = _MixExperts.apply(x, chosen_Tk, weight_Tk, gate_up, down)  # type: ignore[no-untyped-call]
+    output: Tensor = _MixExperts.apply(x, chosen_Tk, weight_Tk, gate_up, down, int4_group_size)  # type: ignore[no-untyped-call]
     return output
 
 
 class _MixExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+        ctx: Any,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        group_size: int | None,
     ) -> Tensor:
         x, weights = x.contiguous(), weights.contiguous()
         pairs, hidden = chosen.numel(), x.shape[1]
@@ -89,10 +99,12 @@ class _MixExperts(torch.autograd.Function):
         required().call(
             "experts",
             *_sizes(x, chosen, down),
-            *(x, chosen, weights, gate_up, down, output, sorted_gate_up, slot_out),
+            *(x, chosen, weights, _used(gate_up, group_size), _used(down, group_size)),
+            *(output, sorted_gate_up, slot_out),
             torch.get_num_threads(),
         )
         ctx.save_for_backward(x, chosen, weights, gate_up, down, sorted_gate_up, slot_out)
+        ctx.group_size = group_size
         return output
 
     @staticmethod
@@ -103,11 +115,24 @@ class _MixExperts(torch.autograd.Function):
         required().call(
             "experts_backward",
             *_sizes(x, chosen, down),
-            *(x, chosen, weights, gate_up, down, sorted_gate_up, slot_out, grad.contiguous()),
+            *(x, chosen, weights, _used(gate_up, ctx.group_size), _used(down, ctx.group_size)),
+            *(sorted_gate_up, slot_out, grad.contiguous()),
             *(grad_x, grad_weights, grad_gate_up, grad_down),
             torch.get_num_threads(),
         )
-        return grad_x, None, grad_weights, grad_gate_up, grad_down
+        return grad_x, None, grad_weights, grad_gate_up, grad_down, None
+
+
+def _used(weight: Tensor, group_size: int | None) -> Tensor:
+    """Return what the product is computed with; rounding twice costs less than keeping it until backward."""
+    if group_size is None:
+        return weight
+    rounded = torch.empty_like(weight)
+    for target, matrix in zip(
+        rounded, weight, strict=True
+    ):  # what comes up between stays in the cache
+        target.copy_(int4_rounded(matrix, group_size))
+    return rounded
 
 
 def _sizes(x: Tensor, chosen: Tensor, down: Tensor) -> tuple[int, int, int, int, int]:
