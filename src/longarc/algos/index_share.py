@@ -13,7 +13,8 @@ def shared_index_loss(
     """Sum over the queries ``(1/layers) sum_j KL(p^(j) || q)``, with ``q = softmax(scores)``.
 
     Its gradient is that of ``KL(mean_j p^(j) || q)``, namely ``q - mean_j p^(j)`` with respect to the
-    scores: the indexer aims at what its layers need on average. With one layer it is DSA's loss.
+    scores: the indexer aims at what its layers need on average. With one layer it is DSA's loss. A query
+    without attention, or without a key that it may see, adds nothing.
 
     Source: IndexCache (arXiv:2603.12201), section 3.2; GLM-5.2's IndexShare.
 
@@ -24,8 +25,11 @@ def shared_index_loss(
         is_hidden: True where a query may not look: a later key, or an empty place of a selection.
     """
     attention = attention.detach()
-    target = attention / attention.sum(dim=-1, keepdim=True)
-    # Hidden before the product: 0 * -inf is NaN.
-    log_q = scores.masked_fill(is_hidden, float("-inf")).log_softmax(dim=-1)
+    target = attention / attention.sum(dim=-1, keepdim=True).clamp_min(
+        torch.finfo(attention.dtype).tiny
+    )
+    # Finite, because the softmax of nothing but -inf is NaN, in backward too; and hidden again before the
+    # product, because 0 * -inf is NaN.
+    log_q = scores.masked_fill(is_hidden, torch.finfo(scores.dtype).min).log_softmax(dim=-1)
     log_q = log_q.masked_fill(is_hidden, 0.0)
     return (torch.xlogy(target, target).mean(dim=0) - target.mean(dim=0) * log_q).sum()

@@ -17,7 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.models.layers import check_ids
-from longarc.models.projection import project_logits
+from longarc.models.projection import chunk_size, project_logits
+
+_NUM_TABLES = 4
+"""By which chunks are smaller than a projection's: main model, draft and gradient have about five tables of
+C times V at a time."""
 
 
 def draft_scores(
@@ -26,7 +30,7 @@ def draft_scores(
     weight: Float[Tensor, "vocab hidden"],
     target_ids: Int[Tensor, " M"],
     *,
-    chunk_tokens: int = 512,
+    chunk_tokens: int | None = None,
 ) -> tuple[Float[Tensor, "G M"], Float[Tensor, "G M"]]:
     """Return what every draft gives the token of the text, and how likely the main model accepts a draft.
 
@@ -38,7 +42,8 @@ def draft_scores(
         main_hidden: state of the main model that predicts it; constant.
         weight: output projection of both; carries the gradient of the draft.
         target_ids: the token of the text.
-        chunk_tokens: targets whose logits exist at a time, once for the main model and once for a depth.
+        chunk_tokens: targets whose logits exist at a time, once for the main model and once for a depth; None
+            takes as many as `longarc.models.projection.LOGIT_FLOATS` allows.
 
     Raises:
         ContractError: a target is outside the vocabulary.
@@ -46,7 +51,11 @@ def draft_scores(
     if len(target_ids):
         check_ids(target_ids, weight.shape[0])
     scores: tuple[Tensor, Tensor] = _DraftScores.apply(  # type: ignore[no-untyped-call]
-        draft_hidden, main_hidden, weight, target_ids, chunk_tokens
+        draft_hidden,
+        main_hidden,
+        weight,
+        target_ids,
+        chunk_tokens or chunk_size(weight.shape[0], num_tables=_NUM_TABLES),
     )
     return scores
 

@@ -68,15 +68,21 @@ def token_logprobs(
         weight,
         targets,
         temperature,
-        chunk_tokens or _chunk_tokens(weight.shape[0]),
+        chunk_tokens or chunk_size(weight.shape[0]),
         with_entropy,
     )
     logprobs, entropy = output
     return logprobs, entropy if with_entropy else None
 
 
-def _chunk_tokens(vocab_size: int) -> int:
-    whole = LOGIT_FLOATS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE
+def chunk_size(vocab_size: int, *, num_tables: int = 1) -> int:
+    """Return how many tokens to take at a time [tokens].
+
+    Args:
+        vocab_size: width of a token's logits.
+        num_tables: how many projections exist at a time.
+    """
+    whole = LOGIT_FLOATS // (num_tables * vocab_size) // ROW_MULTIPLE * ROW_MULTIPLE
     return max(ROW_MULTIPLE, min(MAX_CHUNK_TOKENS, whole))
 
 

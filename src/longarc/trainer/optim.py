@@ -191,13 +191,16 @@ class MuonAdamW:
         )
 
     def _check_names(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        missing = sorted(set(self._matrices) - set(moments))
+        has_momentum = {name for name, kinds in moments.items() if "momentum" in kinds}
+        missing = sorted(set(self._matrices) - has_momentum)
         unknown = sorted(set(moments) - set(self._matrices) - set(self._adamw))
+        unknown += sorted(has_momentum & set(self._adamw))
         if missing or unknown:
             raise CheckpointError(
-                f"optimizer state does not fit this model: missing {missing[:3]}, unknown "
-                f"{unknown[:3]}; it was saved for other trained parameters. Resume with the same "
-                f"model and stage, or start the stage again from its weights."
+                f"optimizer state does not fit this model: Muon's momentum is missing for "
+                f"{missing[:3]}, and there are moments of no use for {unknown[:3]}; it was saved for "
+                f"other trained parameters or with another use_muon. Resume with the same model, stage "
+                f"and use_muon, or start the stage again from its weights."
             )
 
 

@@ -16,7 +16,7 @@ Source: GLM-5 (arXiv:2602.15763) section 2.4.1, zero-redundant communication for
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,7 +34,10 @@ from longarc.trainer.optim_rules import MuonRule
 from longarc.trainer.ownership import Box, OwnedMatrix, plan_ownership, three_dimensional
 
 BUCKET_ELEMENTS = 1 << 24
-"""Numbers of the matrices that travel together, about; bounds the memory of what is under way."""
+"""Numbers of the matrices that travel together, if those are a matrix for every rank; else there are as many
+matrices as ranks, whatever their size. What is under way on a rank are the matrices of a bucket that it owns,
+about one of them, and the updates of what it holds: of the whole bucket where parameters are whole on every
+rank, so that memory grows with the number of ranks there."""
 
 
 class OwnedMuon:
@@ -59,7 +62,8 @@ class OwnedMuon:
             run: how chunks of matrices are iterated.
 
         Raises:
-            ContractError: the ranks have different parameters, or together not all of one.
+            ContractError: the ranks have different parameters, of different dtypes or split differently,
+                or together not all of one. Every rank raises it.
         """
         self._parameters = {name: parameter for name, (parameter, _) in parameters.items()}
         self._process_group = process_group
@@ -68,7 +72,15 @@ class OwnedMuon:
         planned = plan_ownership(
             {name: rule for name, (_, rule) in parameters.items()},
             {name: tuple(parameter.shape) for name, parameter in self._parameters.items()},
-            _all_holdings(self._held, process_group),
+            _all_holdings(
+                {
+                    name: _Holding(
+                        self._held[name], tuple(parameter.shape), str(parameter.dtype), rule
+                    )
+                    for name, (parameter, rule) in parameters.items()
+                },
+                process_group,
+            ),
         )
         self._buckets = [
             _Bucket(matrices, self._parameters[matrices[0].name], process_group)
@@ -300,23 +312,48 @@ def _held(parameter: nn.Parameter) -> Box:
     return Box.at((0, *offset)[-3:], three_dimensional(shape))
 
 
-def _all_holdings(held: dict[str, Box], process_group: ProcessGroup) -> list[dict[str, Box]]:
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What one rank says of a parameter; all but the box must be the same on every rank."""
+
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dtype: str
+    rule: MuonRule
+
+    def agrees_with(self, other: "_Holding") -> bool:
+        return replace(self, box=other.box) == other
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} of {self.dtype} in {self.rule.num_blocks} blocks of {self.rule.rows} rows"
+
+
+def _all_holdings(held: dict[str, _Holding], process_group: ProcessGroup) -> list[dict[str, Box]]:
     """Return what each rank holds.
 
     Raises:
-        ContractError: the ranks do not have the same parameters.
+        ContractError: the ranks do not have the same parameters. All ranks compare all, so that none goes on
+            to wait for one that has stopped.
     """
-    holdings: list[dict[str, Box]] = [{} for _ in range(process_group.size())]
-    dist.all_gather_object(holdings, held, group=process_group)
-    for rank, other in enumerate(holdings):
-        if other.keys() != held.keys():
-            differing = sorted(other.keys() ^ held.keys())
+    gathered: list[dict[str, _Holding]] = [{} for _ in range(process_group.size())]
+    dist.all_gather_object(gathered, held, group=process_group)
+    first = gathered[0]
+    for rank, other in enumerate(gathered):
+        if other.keys() != first.keys():
+            differing = sorted(other.keys() ^ first.keys())
             raise ContractError(
-                f"rank {process_group.rank()} trains {len(held)} matrices and rank {rank} "
-                f"{len(other)}; {differing[:3]} are not on both. Give the optimizer only ranks that "
-                f"hold the same layers, with the same parameters frozen"
+                f"rank 0 trains {len(first)} matrices and rank {rank} {len(other)}; {differing[:3]} are "
+                f"not on both. Give the optimizer only ranks that hold the same layers, with the same "
+                f"parameters frozen"
             )
-    return holdings
+        for name, holding in other.items():
+            if not holding.agrees_with(first[name]):
+                raise ContractError(
+                    f"parameter {name} is {first[name]} on rank 0 and {holding} on rank {rank}; build "
+                    f"the model of all ranks from the same config, in the same dtype"
+                )
+    return [{name: holding.box for name, holding in each.items()} for each in gathered]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -46,3 +46,15 @@ def test_an_indexer_that_knows_the_mean_has_no_gradient():
     scores = mean.log().requires_grad_()
     shared_index_loss(attention, scores, is_hidden).backward()
     torch.testing.assert_close(scores.grad, torch.zeros_like(scores), rtol=0, atol=1e-12)
+
+
+def test_a_query_that_sees_nothing_adds_nothing():
+    attention, scores, is_hidden = inputs()
+    attention[:, 2], is_hidden[2] = 0.0, True
+    attention[:, 3] = 0.0  # sees keys, but attends to none
+    loss = shared_index_loss(attention, scores, is_hidden)
+    loss.backward()
+    seen = shared_index_loss(attention[:, :2], scores[:2], is_hidden[:2])
+    torch.testing.assert_close(loss, seen, rtol=0, atol=1e-12)
+    assert torch.isfinite(scores.grad).all()
+    assert not scores.grad[2:].any()

@@ -12,6 +12,7 @@ from longarc.algos.mtp import (
     single_step_tv,
 )
 from longarc.errors import ContractError
+from longarc.models import projection
 from longarc.models.mtp_losses import draft_scores
 
 DEPTHS, TARGETS, WIDTH, VOCAB = 3, 17, 6, 11
@@ -124,3 +125,12 @@ def test_probabilities_of_all_targets_never_exist_at_once():
         logprobs, alpha = draft_scores(draft, main, weight, target_ids, chunk_tokens=32)
         (alpha.sum() + logprobs.sum()).backward()
     assert largest.numel <= 64 * 300 < 900 * 300 // 10
+
+
+def test_chunks_shrink_with_the_vocabulary_where_nobody_chooses(monkeypatch):
+    monkeypatch.setattr(projection, "LOGIT_FLOATS", 4 * 64 * 300)
+    draft, main, weight, target_ids = inputs(targets=900, vocab=300, dtype=torch.float32)
+    with LargestTensor() as largest:
+        logprobs, alpha = draft_scores(draft, main, weight, target_ids)
+        (alpha.sum() + logprobs.sum()).backward()
+    assert largest.numel <= 64 * 300

@@ -93,7 +93,7 @@ def test_a_weight_too_large_to_be_packed_gives_the_same_numbers(temperature, mon
 
 def test_chunks_shrink_with_the_vocabulary(monkeypatch):
     monkeypatch.setattr(projection, "LOGIT_FLOATS", 100_000)
-    sizes = [projection._chunk_tokens(vocab) for vocab in (100, 1000, 2000, 1_000_000)]
+    sizes = [projection.chunk_size(vocab) for vocab in (100, 1000, 2000, 1_000_000)]
     assert sizes == [512, 96, 32, 32]
 
 

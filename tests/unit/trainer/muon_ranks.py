@@ -19,6 +19,8 @@ from longarc.models.build import build_model
 from longarc.trainer import owned_muon
 from longarc.trainer.child import SPAWN, enter_child
 from longarc.trainer.optim import MuonAdamW
+from longarc.trainer.optim_rules import MuonRule
+from longarc.trainer.owned_muon import OwnedMuon
 
 NANO = GlmMoeDsaConfig()
 CONFIG = OptimizerConfig(lr=0.05, weight_decay=0.1)
@@ -226,6 +228,19 @@ def _refused(rank):
     for process_group in (None, alone):
         try:
             MuonAdamW(sharded, TINY, CONFIG, process_group=process_group)
+        except ContractError as error:
+            messages.append(str(error))
+    for dtype, rows in ((torch.bfloat16, (4,)), (torch.float32, (2, 2))):
+        odd = rank == 1
+        weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype if odd else torch.float32))
+        rule = MuonRule(num_blocks=1, rows=rows if odd else (4,))
+        try:
+            OwnedMuon(
+                {"w": (weight, rule)},
+                momentum=0.9,
+                weight_decay=0.0,
+                process_group=dist.group.WORLD,
+            )
         except ContractError as error:
             messages.append(str(error))
     return messages

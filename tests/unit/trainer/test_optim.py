@@ -235,8 +235,19 @@ def test_moments_of_other_parameters_are_refused():
     state = optimizer.state_dict()
     with pytest.raises(CheckpointError, match="missing"):
         optimizer.load_state_dict(dict(list(state.items())[1:]))
-    with pytest.raises(CheckpointError, match="unknown"):
+    with pytest.raises(CheckpointError, match="of no use for .*other"):
         optimizer.load_state_dict(state | {"momentum.other": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_moments_of_the_other_use_muon_are_refused(use_muon):
+    model = tiny_model()
+    saving = MuonAdamW(model, TINY, OptimizerConfig(use_muon=not use_muon))
+    gradients(model, seed=0)
+    saving.step(0.01)
+    before = MuonAdamW(model, TINY, OptimizerConfig(use_muon=use_muon))
+    with pytest.raises(CheckpointError, match="gate_proj.*another use_muon"):
+        before.load_state_dict(saving.state_dict())
 
 
 def test_a_parameter_without_gradient_in_one_step_keeps_its_momentum():

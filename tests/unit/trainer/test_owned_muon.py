@@ -127,7 +127,11 @@ def test_matrices_travel_in_several_buckets(runs):
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_ranks_that_do_not_fit_together_are_refused(runs, num_ranks):
-    for differing, no_group, incomplete in (rank["refused"] for rank in runs[0][num_ranks]):
+    for messages in (rank["refused"] for rank in runs[0][num_ranks]):
+        differing, no_group, incomplete, other_dtype, other_rule = messages
         assert "o_proj" in differing
         assert "no process group" in no_group
         assert "do not make it up" in incomplete
+        assert "float32 in 1 blocks of (4,) rows on rank 0" in other_dtype
+        assert "bfloat16 in 1 blocks of (4,) rows on rank 1" in other_dtype
+        assert "float32 in 1 blocks of (2, 2) rows on rank 1" in other_rule
