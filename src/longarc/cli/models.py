@@ -2,6 +2,7 @@
 
 info     count the parameters of a recipe (.toml), a config.json or its directory, a checkpoint or a run
 convert  write a run's stage as a Hugging Face directory that transformers loads
+import   rewrite a directory of ChatGLM2, ChatGLM3 or GLM-4-9B as one that transformers loads
 share    search the layers of a run's stage that can do without an indexer of their own (IndexShare)
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longarc.cli import _elders
 from longarc.cli._exit import ExitCode
 from longarc.cli._numbers import positive_int, share
 
@@ -51,6 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave the indexers of some layers out: a letter for each layer, F or S, as `share` prints them",
     )
+    _elders.configure(
+        actions.add_parser("import", help="rewrite a ChatGLM2, ChatGLM3 or GLM-4-9B directory")
+    )
     search = actions.add_parser("share", help="search layers that can share indexers")
     search.add_argument("run_dir", type=Path, metavar="RUN")
     search.add_argument("--stage", required=True, help="whose final checkpoint; sparse")
@@ -74,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what was asked."""
     if arguments.action == "info":
         return _info(arguments.source, context_length=arguments.context)
+    if arguments.action == "import":
+        return _elders.run(arguments)
     if arguments.action == "share":
         return _share(
             arguments.run_dir,

@@ -235,7 +235,7 @@ def test_moments_of_other_parameters_are_refused():
     state = optimizer.state_dict()
     with pytest.raises(CheckpointError, match="missing"):
         optimizer.load_state_dict(dict(list(state.items())[1:]))
-    with pytest.raises(CheckpointError, match="of no use for .*other"):
+    with pytest.raises(CheckpointError, match=r"of no use for .*other"):
         optimizer.load_state_dict(state | {"momentum.other": torch.zeros(1)})
 
 
@@ -246,7 +246,7 @@ def test_moments_of_the_other_use_muon_are_refused(use_muon):
     gradients(model, seed=0)
     saving.step(0.01)
     before = MuonAdamW(model, TINY, OptimizerConfig(use_muon=use_muon))
-    with pytest.raises(CheckpointError, match="gate_proj.*another use_muon"):
+    with pytest.raises(CheckpointError, match=r"gate_proj.*another use_muon"):
         before.load_state_dict(saving.state_dict())
 
 

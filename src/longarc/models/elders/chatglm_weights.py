@@ -5,20 +5,57 @@ fused feed-forward. What differs are names, and that queries, keys and values ar
 
     query_key_value rows   [ heads x width | groups x width | groups x width ]   ->  q_proj, k_proj, v_proj
 
-Tensors keep their dtype, and share the memory of those given.
+Tensors keep their dtype. Names and shapes come first, so that a checkpoint can be read tensor by tensor.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from longarc.errors import CheckpointError
 from longarc.models.elders.chatglm_config import ChatGlmConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlmTensor:
+    """A tensor of ``GlmForCausalLM``: some or all rows of one of the checkpoint."""
+
+    name: str
+    source: str
+    """Name in the checkpoint."""
+    rows: tuple[int, int]
+    """The first, and the one behind the last."""
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def part_of(self, source: Tensor) -> Tensor:
+        """Return the rows as a view."""
+        return source[slice(*self.rows)]
+
+
 def glm_state_dict(config: ChatGlmConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names of ``GlmForCausalLM``, with queries, keys and values apart.
+    """Return the tensors under the names of ``GlmForCausalLM``, as views that share the memory of those given.
+
+    Raises:
+        CheckpointError: as ``glm_tensors``.
+    """
+    found = glm_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    return {tensor.name: tensor.part_of(tensors[tensor.source]) for tensor in found}
+
+
+def glm_tensors(config: ChatGlmConfig, given: Mapping[str, tuple[int, ...]]) -> list[GlmTensor]:
+    """Return all tensors of ``GlmForCausalLM`` by where they are in a checkpoint, in its order.
+
+    Args:
+        config: of the checkpoint.
+        given: shape of each of its tensors.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or belongs to something that would be
@@ -26,7 +63,7 @@ def glm_state_dict(config: ChatGlmConfig, tensors: Mapping[str, Tensor]) -> dict
     """
     shapes = _shapes(config)
     # The table of frequencies is a buffer that both sides compute.
-    left = {name for name in tensors if not name.endswith("rotary_pos_emb.inv_freq")}
+    left = {name for name in given if not name.endswith("rotary_pos_emb.inv_freq")}
     missing, unexpected = sorted(shapes.keys() - left), sorted(left - shapes.keys())
     if missing:
         raise CheckpointError(
@@ -39,16 +76,16 @@ def glm_state_dict(config: ChatGlmConfig, tensors: Mapping[str, Tensor]) -> dict
             f"{unexpected[0]!r}; convert the unquantised checkpoint without a trained prefix"
         )
     for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
+        if given[name] != shape:
             raise CheckpointError(
-                f"tensor {name!r} has shape {list(tensors[name].shape)}, but its config says "
+                f"tensor {name!r} has shape {list(given[name])}, but its config says "
                 f"{list(shape)}; take the config.json beside the checkpoint"
             )
-    return {
-        new_name: part
-        for name in shapes
-        for new_name, part in _renamed(config, name, tensors[name])
-    }
+    return [
+        GlmTensor(name=new_name, source=name, rows=(first, end), shape=(end - first, *shape[1:]))
+        for name, shape in shapes.items()
+        for new_name, (first, end) in _renamed(config, name, shape[0])
+    ]
 
 
 _QKV = "self_attention.query_key_value"
@@ -95,16 +132,19 @@ def _shapes(config: ChatGlmConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _renamed(config: ChatGlmConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _renamed(
+    config: ChatGlmConfig, name: str, num_rows: int
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield what becomes of a tensor: new names, and which rows each is."""
     if name in _OUTER:
-        yield _OUTER[name], tensor
+        yield _OUTER[name], (0, num_rows)
         return
     index, _, inner = name.removeprefix(_LAYERS).partition(".")
     layer = f"model.layers.{index}"
     if inner in _IN_LAYER:
-        yield f"{layer}.{_IN_LAYER[inner]}", tensor
+        yield f"{layer}.{_IN_LAYER[inner]}", (0, num_rows)
         return
     kind = inner.removeprefix(f"{_QKV}.")
-    parts = torch.split_with_sizes(tensor, _rows(config))
-    for projection, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
-        yield f"{layer}.self_attn.{projection}.{kind}", part
+    ranges = pairwise(accumulate(_rows(config), initial=0))
+    for projection, rows in zip(("q_proj", "k_proj", "v_proj"), ranges, strict=True):
+        yield f"{layer}.self_attn.{projection}.{kind}", rows
