@@ -109,7 +109,9 @@ class DeltaLatentAttention(LatentAttention):
             self.delta = SimpleDelta(pattern, layer, num_heads=heads, widths=widths)
         self.memory_shape = self.delta.memory_shape
 
-    def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
+    def forward(  # type: ignore[override]  # as in the base class
+        self, x: Float[Tensor, "T hidden"], step: Pass
+    ) -> Float[Tensor, "T hidden"]:
         """Return the output of the delta rule."""
         query_Tnk, key_Tnk, value_Tnv = self._projected(x, step)
         n = step.num_tokens
