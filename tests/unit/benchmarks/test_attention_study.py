@@ -128,7 +128,8 @@ def test_the_command_line_says_all_that_a_study_needs(monkeypatch):
     class FinishedRun:
         """Stands for the run directory, the stage, and its manifest."""
 
-        files = {"model.safetensors": SimpleNamespace(sha256="w")}
+        def __init__(self):
+            self.files = {"model.safetensors": SimpleNamespace(sha256="w")}
 
         def stage(self, name):
             assert name == "midtrain"
