@@ -235,6 +235,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4000])
     parser.add_argument("--texts", type=int, default=16, help="texts of each kind and length")
+    parser.add_argument("--keys", type=int, default=4, help="keys there are in a text")
     parser.add_argument(
         "--rotate", action="store_true", help="gdn and simple-gdn rotate queries and keys"
     )

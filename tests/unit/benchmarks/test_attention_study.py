@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,3 +120,26 @@ def test_finished_cells_are_read_again_by_the_same_study_alone(tmp_path):
     )
     assert list(bench.Results(path, make_study()).cells) == ["dsa/3"]
     assert bench.Results(path, make_study(lr=2e-3)).cells == {}
+
+
+def test_the_command_line_says_all_that_a_study_needs(monkeypatch):
+    bench = import_module("attention_study")
+
+    class FinishedRun:
+        """Stands for the run directory, the stage, and its manifest."""
+
+        def __init__(self):
+            self.files = {"model.safetensors": SimpleNamespace(sha256="w")}
+
+        def stage(self, name):
+            assert name == "midtrain"
+            return self
+
+        def final(self):
+            return Path("checkpoint")
+
+    monkeypatch.setattr(bench.RunDirectory, "look", lambda path: FinishedRun())
+    monkeypatch.setattr(bench, "read_manifest", lambda path: FinishedRun())
+    monkeypatch.setattr("sys.argv", ["attention_study.py", "--keys", "3"])
+    study = bench.study_of(bench.parse())
+    assert (study.keys, study.weights, study.first_steps) == (3, "w", study.steps // 4)

@@ -180,9 +180,7 @@ class GatedDelta(DeltaAttention):
         widths = [query_Nnk.shape[1] * t.shape[2] for t in (query_Nnk, key_Nnk, value_Nnv)]
         channels_Nc = torch.cat([t.flatten(1) for t in (query_Nnk, key_Nnk, value_Nnv)], dim=1)
         convolved = torch.split(F.silu(self._convolve(_precise(channels_Nc), step)), widths, dim=1)
-        query_Nnk, key_Nnk, value_Nnv = (
-            t.reshape(len(t), query_Nnk.shape[1], -1) for t in convolved
-        )
+        query_Nnk, key_Nnk, value_Nnv = (t.reshape(n, query_Nnk.shape[1], -1) for t in convolved)
         rate_n = -_precise(self.a_log).exp()
         log_decay_Nn = rate_n * F.softplus(_precise(self.a_proj(x)[:n]) + self.dt_bias)
         beta_Nn = _precise(self.b_proj(x)[:n]).sigmoid()

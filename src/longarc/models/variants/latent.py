@@ -109,7 +109,7 @@ class DeltaLatentAttention(LatentAttention):
             self.delta = SimpleDelta(pattern, layer, num_heads=heads, widths=widths)
         self.memory_shape = self.delta.memory_shape
 
-    def forward(  # type: ignore[override]  # as above
+    def forward(  # type: ignore[override]  # as in the base class
         self, x: Float[Tensor, "T hidden"], step: Pass
     ) -> Float[Tensor, "T hidden"]:
         """Return the output of the delta rule."""
