@@ -13,6 +13,7 @@ from longarc.models.decoder_base import (
     LayerOutput,
     Pass,
 )
+from longarc.models.cache import CacheShape
 from longarc.models.kernels.decode import NativeGlmMoeDsa
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 from longarc.models.layout import Layout
@@ -135,11 +136,7 @@ class GlmMoeDsa(Decoder):
             dtype=self.output_weight.dtype,
         )
 
-    def _native_cache(self, num_slots: int, max_length: int) -> NativeGlmMoeDsa:
+    def _native_cache(self, shape: CacheShape) -> NativeGlmMoeDsa:
         return NativeGlmMoeDsa(
-            self._weights(),
-            self._angles(max_length),
-            self.config,
-            num_slots=num_slots,
-            max_length=max_length,
+            self._weights(), self._angles(shape.max_length), self.config, shape
         )

@@ -14,6 +14,7 @@ from longarc.models.decoder_base import (
     with_padding,
 )
 from longarc.models.kernels import attention as native_attention
+from longarc.models.cache import CacheShape
 from longarc.models.kernels.decode import NativeLlama
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 from longarc.models.selection import Selection
@@ -105,11 +106,7 @@ class Llama(Decoder):
             dtype=self.output_weight.dtype,
         )
 
-    def _native_cache(self, num_slots: int, max_length: int) -> NativeLlama:
+    def _native_cache(self, shape: CacheShape) -> NativeLlama:
         return NativeLlama(
-            self._weights(),
-            self._angles(max_length),
-            self.config,
-            num_slots=num_slots,
-            max_length=max_length,
+            self._weights(), self._angles(shape.max_length), self.config, shape
         )

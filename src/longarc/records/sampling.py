@@ -110,5 +110,20 @@ class EngineHealth:
     """Prompt tokens asked for since the engine started, cached ones included."""
     num_cached_tokens: int
     """Prompt tokens that the prefix cache saved since the engine started."""
+    num_recomputed_tokens: int = 0
+    """Tokens that were computed again after a preemption since the engine started."""
+    num_preemptions: int = 0
+    """Times that a running sequence gave up its pages since the engine started."""
+    num_free_pages: int = 0
+    """Pages of the cache that hold nothing."""
+    num_cached_pages: int = 0
+    """Pages that nobody uses and that are kept for reuse."""
+    num_used_pages: int = 0
+    """Pages of running sequences."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
+
+    @property
+    def prefill_tokens_saved_frac(self) -> float:
+        """Share of the prompt tokens asked for that did not have to be computed; 0 before the first prompt."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

@@ -25,7 +25,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
 async def test_turns_groups_and_reused_slots_sample_what_the_trainer_computes(config):
     model = build_model(config, seed=0)
-    settings = EngineConfig(num_slots=4, max_running=3, max_prefill_tokens=32)
+    settings = EngineConfig(max_running=3, max_prefill_tokens=32)
     sampled = []
 
     async def complete(prompt, session, seed):

@@ -1,6 +1,6 @@
-"""The slot cache of the native decoder: keys in blocks whose lanes are positions.
+"""The paged cache of the native decoder: keys in blocks whose lanes are positions.
 
-A table is [layer, slot, head, step, ...]; a step holds one position of a plain table and one block of
+A table is [layer, page, head, step, ...]; a step holds one position of a plain table and one block of
 positions of a blocked one.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longarc.models.cache import SlotCache, places
+from longarc.models.cache import CacheShape, PagedCache, places
 from longarc.models.kernels.memory import Arena
 
 _MAX_HUGE_BYTES = 256 << 20
-"""A larger cache, many slots of the longest context, is hardly ever full, and a huge page is all there or not."""
+"""A larger cache is hardly ever full, and a huge page of the system is all there or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +28,25 @@ class Table:
     """Layers that have such rows; None = all."""
 
 
-class BlockedSlotCache(SlotCache):
-    """Rows for every layer and slot, laid out for the native kernels."""
+class BlockedPagedCache(PagedCache):
+    """Rows for every layer and page, laid out for the native kernels."""
 
     def __init__(
-        self,
-        tables: Mapping[str, Table],
-        *,
-        num_layers: int,
-        num_slots: int,
-        max_length: int,
-        lanes: int,
+        self, tables: Mapping[str, Table], shape: CacheShape, *, num_layers: int, lanes: int
     ) -> None:
         super().__init__(
-            {},
-            num_layers=num_layers,
-            num_slots=num_slots,
-            max_length=max_length,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            {}, shape, num_layers=num_layers, dtype=torch.float32, device=torch.device("cpu")
         )
         self._lanes = lanes
-        self.padded_length = -(-max_length // lanes) * lanes
         self._tables = dict(tables)
         named = {name: table.layers for name, table in tables.items() if table.layers is not None}
         self._place = places(tables, named, num_layers=num_layers)
-        shapes: dict[str, tuple[int, ...]] = {}
+        sizes: dict[str, tuple[int, ...]] = {}
         for name, table in tables.items():
-            steps = [self.padded_length // lanes, table.width, lanes]
-            inner = steps if table.is_blocked else [self.padded_length, table.width]
-            shapes[name] = (len(self._place[name]), num_slots, table.num_heads, *inner)
-        self._storage = _zeros(shapes)
+            steps = [shape.page_tokens // lanes, table.width, lanes]
+            inner = steps if table.is_blocked else [shape.page_tokens, table.width]
+            sizes[name] = (len(self._place[name]), shape.total_pages, table.num_heads, *inner)
+        self._storage = _zeros(sizes)
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """Return the tables of one layer by name; what it has no rows of is not there."""
@@ -73,19 +61,14 @@ class BlockedSlotCache(SlotCache):
         """Memory of all rows [bytes]."""
         return sum(rows.nbytes for rows in self._storage.values())
 
-    def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
-        """Copy the first ``length`` positions of one slot to another, in all layers.
+    def copy_rows(self, source_page: int, target_page: int, count: int) -> None:
+        """Copy the first ``count`` positions of one page to another, in all layers.
 
-        A block is copied whole: what follows the prefix in it is overwritten before it is ever seen.
-
-        Raises:
-            ContractError: a slot or the length does not exist.
+        A block is copied whole: what follows in it is overwritten before it is ever seen.
         """
-        for slot in (source_slot, target_slot):
-            self._check_range(slot, 0, length)
         for name, rows in self._storage.items():
-            steps = -(-length // self._lanes) if self._tables[name].is_blocked else length
-            rows[:, target_slot, :, :steps] = rows[:, source_slot, :, :steps]
+            steps = -(-count // self._lanes) if self._tables[name].is_blocked else count
+            rows[:, target_page, :, :steps] = rows[:, source_page, :, :steps]
 
 
 def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
