@@ -174,7 +174,7 @@ def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
 
 
 def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -> None:
-    """Refuse stages that start more rollouts than the engine takes requests.
+    """Refuse stages that start more rollouts than the engine takes requests, or longer ones than its cache holds.
 
     Raises:
         ValueError: names the stage, the values and what to change.
@@ -187,6 +187,12 @@ def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -
             key, wanted = "max_concurrent_rollouts", stage.max_concurrent_rollouts
         else:
             continue
+        context = stage.rollout.max_context_tokens
+        if context > engine.cache_tokens:
+            raise ValueError(
+                f"stage {name!r}: a sequence of rollout.max_context_tokens={context} does not fit a cache of "
+                f"engine.cache_tokens={engine.cache_tokens}. Raise engine.cache_tokens or lower the context"
+            )
         if wanted > room:
             raise ValueError(
                 f"stage {name!r}: {key}={wanted} is more than the engine takes: "

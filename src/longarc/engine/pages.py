@@ -41,7 +41,7 @@ class PagePool:
     def __init__(self, num_pages: int, page_tokens: int, *, salt: str) -> None:
         self.page_tokens = page_tokens
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = dict.fromkeys(range(num_pages - 1, -1, -1))
         self._cached: dict[int, None] = {}
         """Pages that can be found and nobody uses, the least recently used first, and a page before those it follows."""
         self._num_users = [0] * num_pages
@@ -76,18 +76,26 @@ class PagePool:
         """Pages of running sequences."""
         return self.num_pages - self.num_available
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, *, after: int = NO_PAGE) -> list[int]:
         """Take empty pages, those of the least recently used prefixes when no others are left.
 
-        The caller sees to it that ``num_available`` is enough.
+        The caller sees to it that ``num_available`` is enough. Pages that follow each other in memory are preferred:
+        a processor reads across their border faster than from one place to another.
+
+        Args:
+            count: how many.
+            after: page of the sequence that the first one follows.
         """
         while len(self._free) < count:
             oldest = next(iter(self._cached))
             del self._cached[oldest]
             self._empty(oldest)
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._num_users[page] = 1
+        pages = []
+        for _ in range(count):
+            after = after + 1 if after + 1 in self._free else next(reversed(self._free))
+            del self._free[after]
+            self._num_users[after] = 1
+            pages.append(after)
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
@@ -211,7 +219,7 @@ class PagePool:
     def _empty(self, page: int) -> None:
         self.forget([page])
         self._num_held[page] = 0
-        self._free.append(page)
+        self._free[page] = None
 
 
 def _key(parent: bytes, tokens: Ids) -> bytes:

@@ -183,7 +183,8 @@ class SeatTable:
         """Add pages, if need be those of sequences that ended."""
         while self.pages.num_available < count:
             self._empty(next(idle for idle in self._idle.values() if idle.pages))
-        seat.pages.extend(self.pages.take(count))
+        last = seat.pages[-1] if seat.pages else NO_PAGE
+        seat.pages.extend(self.pages.take(count, after=last))
 
     def _empty(self, seat: Seat) -> None:
         self.pages.drop(seat.pages)

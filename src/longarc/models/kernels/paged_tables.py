@@ -13,8 +13,8 @@ from torch import Tensor
 from longarc.models.cache import CacheShape, PagedCache, places
 from longarc.models.kernels.memory import Arena
 
-_MAX_HUGE_BYTES = 256 << 20
-"""A larger cache is hardly ever full, and a huge page of the system is all there or not."""
+_MAX_TOUCHED_BYTES = 256 << 20
+"""A larger cache gets its memory from the system as it is written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,11 @@ class BlockedPagedCache(PagedCache):
 
 
 def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Allocate the tables, in huge pages unless that would fill memory which is never used."""
-    if 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) > _MAX_HUGE_BYTES:
-        return {name: torch.zeros(shape) for name, shape in shapes.items()}
+    """Allocate the tables in huge pages of the system."""
     arena = Arena()
-    # Written now: the system clears a page when it is first touched, and no request should wait for that.
-    return {name: arena.take(*shape).zero_() for name, shape in shapes.items()}
+    tables = {name: arena.take(*shape) for name, shape in shapes.items()}
+    if sum(table.nbytes for table in tables.values()) <= _MAX_TOUCHED_BYTES:
+        # Written now: the system clears a page when it is first touched, and no request should wait for that.
+        for table in tables.values():
+            table.zero_()
+    return tables

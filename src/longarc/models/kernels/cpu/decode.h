@@ -137,14 +137,17 @@ inline void feed_forward_rows(const FeedForward& ff, int64_t hidden, int64_t num
     for (int64_t i = 0; i < num * hidden; i++) x[i] += mixed[i];
 }
 
+inline void prefetch(const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
+
 // Decoding reads every key and value once and from far away: the next ones are fetched during this one's work.
 inline void prefetch(const Keys& keys) {
     const int64_t* number = keys.pages.numbers;
     for (int64_t first = 0; first < keys.num; first += keys.pages.keys, number++) {
-        const int64_t num = std::min(keys.pages.keys, keys.num - first), count = round_up(num, LANES) * keys.dim;
-        const float *blocked = keys.blocked + *number * keys.blocked_page, *values = keys.values + *number * keys.values_page;
-        for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(blocked + i, 0, 2);
-        for (int64_t i = 0; i < num * keys.value_stride; i += 16) __builtin_prefetch(values + i, 0, 2);
+        const int64_t num = std::min(keys.pages.keys, keys.num - first);
+        prefetch(keys.blocked + *number * keys.blocked_page, round_up(num, LANES) * keys.dim);
+        prefetch(keys.values + *number * keys.values_page, num * keys.value_stride);
     }
 }
 
@@ -275,10 +278,15 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
     if (int64_t(seen.latents.size()) < seen.num + LANES) seen.latents.resize(seen.num + LANES);
     if (selects && layer.index_keys) {
         if (int64_t(scores.size()) < num_keys + LANES) scores.resize(num_keys + LANES);
-        for (int64_t at = 0; at < num_keys; at += size)
-            index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
-                         layer.index_keys + pages[at >> rows.page_shift] * size * shape.index_dim,
+        auto index_keys = [&](int64_t at) {
+            return layer.index_keys + pages[at >> rows.page_shift] * size * shape.index_dim;
+        };
+        for (int64_t at = 0; at < num_keys; at += size) {
+            // The processor looks ahead by itself within a page, but not to the next one.
+            if (at + size < num_keys) prefetch(index_keys(at + size), std::min(size, num_keys - at - size) * shape.index_dim);
+            index_scores(index_query, index_weights, shape.index_heads, shape.index_dim, index_keys(at),
                          std::min(size, num_keys - at), scores.data() + at);
+        }
         choose_best(scores.data(), num_keys, seen.num, selected);
     }
     for (int64_t j = 0; j < seen.num; j++) {
