@@ -89,14 +89,13 @@ def engine_metrics(before: EngineHealth, after: EngineHealth, *, step_s: float) 
     sampled = after.num_sampled_tokens - before.num_sampled_tokens
     prompted = after.num_prompt_tokens - before.num_prompt_tokens
     cached = after.num_cached_tokens - before.num_cached_tokens
-    num_pages = after.num_used_pages + after.num_cached_pages + after.num_free_pages
     busy_s = min(max(after.busy_s - before.busy_s, 0.0), step_s)
     return [
         Metric("throughput/sampled_tokens_per_s", sampled, step_s),
         Metric("engine/prefill_tokens_saved_frac", cached, prompted),
         Metric("engine/preemptions", after.num_preemptions - before.num_preemptions, reduce="sum"),
-        Metric("engine/used_pages_frac", after.num_used_pages, num_pages),
-        Metric("engine/cached_pages_frac", after.num_cached_pages, num_pages),
+        Metric("engine/used_pages_frac", after.num_used_pages, after.num_pages),
+        Metric("engine/cached_pages_frac", after.num_cached_pages, after.num_pages),
         Metric("loop/engine_idle_frac", step_s - busy_s, step_s),
     ]
 

@@ -124,6 +124,11 @@ class EngineHealth:
     """Time spent computing since the engine started [seconds]."""
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the cache; 0 where the engine does not tell."""
+        return self.num_free_pages + self.num_cached_pages + self.num_used_pages
+
+    @property
     def prefill_tokens_saved_frac(self) -> float:
         """Share of the prompt tokens asked for that did not have to be computed; 0 before the first prompt."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
