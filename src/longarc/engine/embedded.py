@@ -356,9 +356,7 @@ class EmbeddedEngine:
             attention=self._attention,
             ends_only=True,
         )
-        complete = [
-            row for row, chunk in enumerate(chunks) if self._scheduler.note_computed(chunk)
-        ]
+        complete = [row for row, chunk in enumerate(chunks) if self._scheduler.note_computed(chunk)]
         if complete:
             requests = [chunks[row].request for row in complete]
             logits = self._model.logits(hidden[complete], self._cache)
@@ -378,9 +376,7 @@ class EmbeddedEngine:
             interrupt=self._interrupt,
         )
         for request, token_ids in zip(requests, drawn.tokens.T.tolist(), strict=True):
-            self._scheduler.seats.write(
-                request.used_seat(), [request.last_token, *token_ids[:-1]]
-            )
+            self._scheduler.seats.write(request.used_seat(), [request.last_token, *token_ids[:-1]])
         self._record_all(requests, drawn)
 
     def _record_all(self, requests: list[Request], drawn: Drawn) -> None:

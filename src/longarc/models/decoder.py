@@ -5,6 +5,7 @@ from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.errors import ContractError
+from longarc.models.cache import CacheShape
 from longarc.models.decoder_base import (
     Attention,
     Decoder,
@@ -13,7 +14,6 @@ from longarc.models.decoder_base import (
     LayerOutput,
     Pass,
 )
-from longarc.models.cache import CacheShape
 from longarc.models.kernels.decode import NativeGlmMoeDsa
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 from longarc.models.layout import Layout
@@ -137,6 +137,4 @@ class GlmMoeDsa(Decoder):
         )
 
     def _native_cache(self, shape: CacheShape) -> NativeGlmMoeDsa:
-        return NativeGlmMoeDsa(
-            self._weights(), self._angles(shape.max_length), self.config, shape
-        )
+        return NativeGlmMoeDsa(self._weights(), self._angles(shape.max_length), self.config, shape)

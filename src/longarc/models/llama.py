@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from longarc.config.model import LlamaConfig
 from longarc.models.attention import dense_attention
+from longarc.models.cache import CacheShape
 from longarc.models.decoder_base import (
     Decoder,
     DecoderLayer,
@@ -14,7 +15,6 @@ from longarc.models.decoder_base import (
     with_padding,
 )
 from longarc.models.kernels import attention as native_attention
-from longarc.models.cache import CacheShape
 from longarc.models.kernels.decode import NativeLlama
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
 from longarc.models.selection import Selection
@@ -107,6 +107,4 @@ class Llama(Decoder):
         )
 
     def _native_cache(self, shape: CacheShape) -> NativeLlama:
-        return NativeLlama(
-            self._weights(), self._angles(shape.max_length), self.config, shape
-        )
+        return NativeLlama(self._weights(), self._angles(shape.max_length), self.config, shape)

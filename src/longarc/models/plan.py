@@ -157,7 +157,9 @@ class AttentionPlan:
         longest = [run.num_keys for run in self.runs]
         if self.singles is not None:
             count, size = self.singles.key_rows.shape
-            first_keys[self.singles.queries] = num_listed + torch.arange(count, device=device) * size
+            first_keys[self.singles.queries] = (
+                num_listed + torch.arange(count, device=device) * size
+            )
             lists.append(self.singles.key_rows.flatten())
             num_keys[self.singles.queries] = self.singles.num_keys
             longest.append(self.singles.max_keys)

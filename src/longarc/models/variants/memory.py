@@ -60,9 +60,7 @@ class HybridCache(PagedCache):
         device: torch.device,
     ) -> None:
         attending = [layer for layer in range(num_layers) if layer not in memories]
-        super().__init__(
-            widths, shape, num_layers=len(attending), dtype=dtype, device=device
-        )
+        super().__init__(widths, shape, num_layers=len(attending), dtype=dtype, device=device)
         self._row_layer = {layer: index for index, layer in enumerate(attending)}
         num_slots = shape.num_slots
         self._lengths = [0] * num_slots
