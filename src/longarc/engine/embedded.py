@@ -142,8 +142,10 @@ class EmbeddedEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._driver
             self._driver = None
-        self._fail_all(self._failure)
+        # The step that is being computed ends first: what it works on is about to go.
+        self._interrupt.set()
         self._pool.shutdown(wait=True)
+        self._fail_all(self._failure)
         # Now and not when the garbage collector comes by: it can be gigabytes, and another engine may follow.
         with contextlib.suppress(AttributeError):  # closed before
             del self._cache
@@ -238,7 +240,10 @@ class EmbeddedEngine:
                 f"prompt ids span {int(prompt.min())}..{int(prompt.max())}, but the vocabulary is 0..{vocab_size - 1}: "
                 f"the tokenizer does not match the model"
             )
-        num_waiting = self._scheduler.num_waiting
+        # Who waits for pages though there is a seat does not count: the engine promised to take as many.
+        num_waiting = (
+            self._scheduler.num_active + self._scheduler.num_waiting - self._config.max_running
+        )
         if num_waiting >= self._config.max_waiting:
             raise EngineError(
                 f"{num_waiting} requests wait already (max_waiting={self._config.max_waiting}); "

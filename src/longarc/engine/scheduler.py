@@ -105,10 +105,7 @@ class Scheduler:
 
     def _admit_all(self, requests: Iterable[Request]) -> bool:
         """Admit in this order; return whether there may be room for more."""
-        for request in requests:
-            if self._admit(request) is _Admission.NO_ROOM:
-                return False
-        return True
+        return all(self._admit(request) is not _Admission.NO_ROOM for request in requests)
 
     def _admit(self, request: Request) -> _Admission:
         if self.num_active >= self._max_running:

@@ -50,7 +50,8 @@ class SeatTable:
     @property
     def num_kept(self) -> int:
         """Pages of sequences that ended and may go on."""
-        return sum(len(seat.pages) for seat in self._idle.values())
+        # A list, because the engine's health is asked for while its worker gives seats back.
+        return sum(len(seat.pages) for seat in list(self._idle.values()))
 
     @property
     def num_available(self) -> int:
