@@ -198,3 +198,16 @@ def test_only_sound_rows_serve_others(is_sound):
     other = planned.add("b", 40, first=0)
     planned.scheduler.admit()
     assert other.num_cached == (39 if is_sound else 0)
+
+
+def test_a_sequence_that_runs_across_an_update_leaves_nothing_behind():
+    planned = Planned()
+    planned.add("a", 20, first=0)
+    planned.scheduler.admit()
+    planned.prefill()
+    planned.scheduler.seats.renew("1")
+    for _ in range(20):
+        planned.decode()
+    planned.scheduler.finish(planned.scheduler.running[0], is_sound=True)
+    pages = planned.scheduler.seats.pages
+    assert pages.num_free == pages.num_pages
