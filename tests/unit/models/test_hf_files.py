@@ -120,7 +120,7 @@ def test_an_index_that_promises_too_much_is_refused(llama, tmp_path):
         load_pretrained_dir(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"weight_map": 3}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"weight_map": 3}', "[" * 200_000])
 def test_a_damaged_index_is_refused(llama, tmp_path, content):
     save_pretrained_dir(llama, tmp_path, max_shard_bytes=20_000)
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -138,9 +138,38 @@ def test_a_missing_shard_is_refused(llama, tmp_path):
 
 def test_a_tensor_in_two_files_without_an_index_is_refused(llama, tmp_path):
     save_pretrained_dir(llama, tmp_path)
-    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is in model.* and in other"):
+    stray = tmp_path / "model-00001-of-00002.safetensors"
+    save_file({"model.norm.weight": torch.ones(32)}, stray)
+    with pytest.raises(
+        CheckpointError, match=r"'model.norm.weight' is in model-0.* and in model\."
+    ):
         load_pretrained_dir(tmp_path)
+
+
+def test_what_lies_beside_a_model_is_not_read(llama, tmp_path):
+    save_pretrained_dir(llama, tmp_path)
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "adapter_model.safetensors")
+    assert states_are_equal(load_pretrained_dir(tmp_path), llama)
+
+
+def test_weights_of_any_name_are_read_where_no_other_are(llama, tmp_path):
+    save_pretrained_dir(llama, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    assert states_are_equal(load_pretrained_dir(tmp_path), llama)
+
+
+@pytest.mark.parametrize("place", ["../one/model.safetensors", "{}/one/model.safetensors", ""])
+def test_an_index_reaches_no_other_directory(llama, tmp_path, place):
+    save_pretrained_dir(llama, tmp_path / "one")
+    save_pretrained_dir(llama, tmp_path / "many", max_shard_bytes=20_000)
+    path = tmp_path / "many" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = place.format(tmp_path)
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=r"which is no file of .*a shard lies beside its index"
+    ):
+        load_pretrained_dir(tmp_path / "many")
 
 
 def test_files_are_mapped_anew_now_and_then(glm, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 
 _BASE = 10_000.0
@@ -58,9 +59,8 @@ def read_chatglm_config(raw: Mapping[str, Any]) -> ChatGlmConfig:
     try:
         return ChatGlmConfig.model_validate(dict(raw))
     except ValidationError as error:
-        wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
         raise ConfigError(
-            f"config.json is not one of ChatGLM2, ChatGLM3 or GLM-4-9B that can be converted: {wrong}"
+            f"config.json is not one of ChatGLM2, ChatGLM3 or GLM-4-9B that can be converted: {problems_of(error)}"
         ) from error
 
 
