@@ -260,6 +260,7 @@ def quantisation_to_hf(group_size: int) -> dict[str, Any]:
             "lm_head",
             "re:.*self_attn.*",
             "re:.*shared_experts.*",
+            "re:.*eh_proj.*",
             r"re:.*mlp\.gate$",
             r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
         ],

@@ -121,6 +121,19 @@ def test_key_gradients_add_up_alike_in_blocks_of_any_size(numbers, monkeypatch):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", OTHERS)
+def test_half_precision_loses_nothing_of_a_row_that_many_queries_list(backend):
+    """A sum in bf16 stops growing at 256 times what is added."""
+    queries = 1024 if backend == "cpu" else 300
+    query, table = (torch.ones(n, 1, 3, dtype=torch.bfloat16) for n in (queries, 1))
+    table = table[:, 0].requires_grad_()
+    rows = torch.zeros(queries, 1, dtype=torch.long)
+    output, _ = sparse_attention(query, table, rows, value_width=2, scale=1.0, backend=backend)
+    output.sum().backward()
+    expected = torch.tensor([queries, queries, 0.0]).to(torch.bfloat16)
+    torch.testing.assert_close(table.grad[0], expected, rtol=0, atol=0)
+
+
 def whole_rows(num_tokens, num_heads, width, dtype=torch.float32):
     """Draw small whole numbers as rows of an indexer: scores are exact in any order, and tie often."""
     generator = torch.Generator().manual_seed(num_tokens)
