@@ -330,7 +330,7 @@ def test_gradients_of_rounded_experts_reach_the_weights(glm, native, monkeypatch
 
 
 def int4_values(weight):
-    """The rule of MODEL.md, written out once more."""
+    """The rule of `longarc.algos.int4`, written out once more."""
     groups = weight.bfloat16().float().reshape(-1, 8)
     scale = (groups.abs().max(dim=1, keepdim=True).values * torch.tensor(1 / 7)).clamp(min=1e-5)
     return ((groups / scale).round().bfloat16() * scale.bfloat16()).reshape(weight.shape).float()
@@ -362,6 +362,16 @@ def test_int4_tensors_that_do_not_fit_are_refused(glm, tmp_path, part, value, me
     rewritten(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_pretrained_dir(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_without_a_code_are_not_exported(glm, tmp_path, value):
+    glm.model.layers[1].mlp.experts.down_proj.data[2, 3, 5] = value
+    with pytest.raises(
+        ContractError, match=r"experts\.2\.down_proj\.weight' holds numbers that are"
+    ):
+        save_pretrained_dir(glm, tmp_path, experts="int4", int4_group_size=8)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("group_size", [0, 7, 48])
