@@ -1,6 +1,7 @@
 """Directories of many files, and the forms that matrices have in them."""
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -362,6 +363,18 @@ def test_int4_tensors_that_do_not_fit_are_refused(glm, tmp_path, part, value, me
     rewritten(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_pretrained_dir(tmp_path)
+
+
+def test_the_config_of_an_int4_model_names_all_that_was_not_rounded(tmp_path):
+    model = build_model(small_glm(num_nextn_predict_layers=1), seed=0)
+    save_pretrained_dir(model, tmp_path, experts="int4", int4_group_size=8)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    patterns = [pattern.removeprefix("re:") for pattern in config["ignore"]]
+    for name, tensor in named_tensors(model).items():
+        if tensor.dim() == 2 and "embed_tokens" not in name:  # which is no linear layer
+            module = name.removesuffix(".weight")
+            is_ignored = any(re.match(pattern, module) for pattern in patterns)
+            assert is_ignored == (".experts." not in name), name
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
