@@ -8,6 +8,8 @@ import torch
 from longarc.errors import ConfigError, ResourceError
 from longarc.models import gathered_attention, key_selection
 from longarc.models.build import build_model
+from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.native import native
 from longarc.models.key_selection import IndexerRows, select_rows
 from longarc.models.layout import Layout, Span
 from longarc.models.plan import AttentionPlan
@@ -256,6 +258,13 @@ def test_without_being_asked_the_device_decides(monkeypatch):
     monkeypatch.setenv(VARIABLE, "reference")
     assert backend_for(torch.zeros(1)) == "reference"
     assert backend_for(torch.zeros(1), "cpu") == "cpu"
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_decoding_in_single_precision_takes_the_back_end_too(backend, monkeypatch):
+    monkeypatch.setenv(VARIABLE, backend)
+    cache = build_model(small_glm(), seed=0).new_cache(1, 8)
+    assert isinstance(cache, NativeDecoder) == (backend == "cpu" and native() is not None)
 
 
 def test_an_unknown_back_end_is_refused_with_those_there_are(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from longarc.config.model import MAX_LAYERS
 from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 
@@ -26,7 +27,7 @@ class ChatGlmConfig(BaseModel):
     model_type: Literal["chatglm"]
     padded_vocab_size: PositiveInt
     hidden_size: PositiveInt
-    num_layers: PositiveInt
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_attention_heads: PositiveInt
     kv_channels: PositiveInt = Field(multiple_of=4)
     """Width of a head; half of it is rotated, in pairs."""
