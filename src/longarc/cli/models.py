@@ -184,9 +184,14 @@ def _convert(
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
 
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} is not empty; give a new directory")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not an empty directory; give a new one")
     run = RunDirectory.look(run_dir)
+    if not (run_dir / TOKENIZER_FILE).is_file():
+        raise CheckpointError(
+            f"{run_dir} has no {TOKENIZER_FILE}, without which nobody can use the weights; copy it back from "
+            f"where the run was made"
+        )
     checkpoint = run.stage(stage).final()
     if checkpoint is None:
         raise CheckpointError(

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
 from longarc.config.settings import Settings
 
+MAX_LAYERS = 10_000
+"""No model has as many; a file that says more is damaged, and would be counted layer by layer."""
+
 
 class GlmMoeDsaConfig(Settings):
     """GLM-5 family: MLA with sparse attention (DSA) and a sigmoid-routed mixture of experts.
@@ -20,7 +23,7 @@ class GlmMoeDsaConfig(Settings):
     """Rows of the embedding [tokens]; at least the tokenizer's size."""
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
-    num_hidden_layers: int = Field(4, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=MAX_LAYERS)
     """Decoder layers."""
     first_k_dense_replace: int = Field(1, ge=0)
     """Leading layers with a dense feed-forward instead of experts."""
@@ -69,9 +72,9 @@ class GlmMoeDsaConfig(Settings):
     """The same as words, as transformers writes it."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = Field(1e-5, ge=0)
     """Added to the mean square inside every RMSNorm."""
-    latent_norm_eps: float | None = None
+    latent_norm_eps: float | None = Field(None, ge=0)
     """Epsilon of q_a_layernorm and kv_a_layernorm; None = rms_norm_eps (official); transformers uses 1e-6."""
     max_position_embeddings: int = Field(4096, ge=8)
     """Longest context [tokens]."""
@@ -149,7 +152,7 @@ class LlamaConfig(Settings):
     """Rows of the embedding [tokens]."""
     hidden_size: int = Field(192, ge=8)
     """Width of the residual stream."""
-    num_hidden_layers: int = Field(4, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=MAX_LAYERS)
     """Decoder layers."""
     num_attention_heads: int = Field(6, ge=1)
     """Query heads."""
@@ -161,7 +164,7 @@ class LlamaConfig(Settings):
     """Width of the feed-forward."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = Field(1e-5, ge=0)
     """Added to the mean square inside every RMSNorm."""
     tie_word_embeddings: bool = False
     """Whether the output projection is the embedding."""

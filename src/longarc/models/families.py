@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
+from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 from longarc.models.elders.chatglm_config import glm_config, read_chatglm_config
 from longarc.models.hf_shapes import (
@@ -94,16 +94,9 @@ def anatomy_of(raw: Mapping[str, Any]) -> Anatomy:
         # A null says the same as a field that is not there: the family's default.
         return anatomy(shape(**{name: value for name, value in raw.items() if value is not None}))
     except ValidationError as error:
-        wrong = "; ".join(_explained(problem) for problem in error.errors(include_url=False))
         raise ConfigError(
-            f"config.json does not describe a model of type {raw['model_type']}: {wrong}"
+            f"config.json does not describe a model of type {raw['model_type']}: {problems_of(error)}"
         ) from error
-
-
-def _explained(problem: ErrorDetails) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
-    field = ".".join(map(str, problem["loc"]))
-    return f"{field}: {message}" if field else message  # a rule between fields belongs to none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """``config.json`` of Hugging Face to our settings and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +13,7 @@ from longarc.config.model import (
     LlamaHybridConfig,
     ModelConfig,
 )
+from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 
 _GLM_FIXED: Mapping[str, Any] = {
@@ -32,6 +33,18 @@ _GLM_FIXED: Mapping[str, Any] = {
 }
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 """Which layers have an indexer, where no list says it."""
+_LLAMA_SAID = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("rms_norm_eps", "max_position_embeddings"),
+)
+"""What a config.json has to say: our defaults are those of a small model, not what a missing field means."""
+_GLM_SAID = (
+    *_LLAMA_SAID,
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    *("n_shared_experts", "routed_scaling_factor", "norm_topk_prob"),
+    *("index_n_heads", "index_head_dim", "index_topk"),
+)
 _LLAMA_FIXED: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -82,9 +95,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type == "glm_moe_dsa":
         _require(raw, _GLM_FIXED)
-        return _parse(GlmMoeDsaConfig, _with_schedule_said_once(raw))
+        raw = _with_schedule_said_once(_with_leading_dense_layers(raw))
+        _require_said(raw, _GLM_SAID)
+        return _parse(GlmMoeDsaConfig, raw)
     if model_type == "llama":
         _require(raw, _LLAMA_FIXED)
+        _require_said(raw, _LLAMA_SAID)
+        if raw.get("num_key_value_heads") is None:  # of before there were fewer of them
+            raw = {**raw, "num_key_value_heads": raw["num_attention_heads"]}
         return _parse(LlamaConfig, raw)
     raise ConfigError(
         f"model_type {model_type!r} in config.json is not supported; supported: glm_moe_dsa, llama"
@@ -102,7 +120,7 @@ def _parse(
         return settings(**known)
     except ValidationError as error:
         raise ConfigError(
-            f"config.json does not describe a model that can be built: {error}"
+            f"config.json does not describe a model that can be built: {problems_of(error)}"
         ) from error
 
 
@@ -139,14 +157,42 @@ def _require(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             )
 
 
+def _require_said(raw: Mapping[str, Any], names: Sequence[str]) -> None:
+    missing = [name for name in names if raw.get(name) is None]
+    if missing:
+        raise ConfigError(
+            f"config.json does not say {', '.join(missing)}; without that the weights could be computed with "
+            f"in several ways. Copy it again from where the weights come from"
+        )
+
+
+def _with_leading_dense_layers(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Turn a list of feed-forwards, which goes before the number of dense ones, into that number."""
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return raw
+    num_dense = types.count("dense") if isinstance(types, list) else 0
+    num_layers = raw.get("num_hidden_layers")
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or types != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    ):
+        raise ConfigError(
+            f"mlp_layer_types={types!r} in config.json is not supported; supported: one name for each of the "
+            f"{num_layers} layers, first 'dense' and from some layer on 'sparse'"
+        )
+    return {**raw, "first_k_dense_replace": num_dense}
+
+
 def _with_schedule_said_once(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Drop what a list of indexer types, which goes before everything else, says again or overrides.
 
     transformers writes the list for every model, whatever it was made from.
     """
     types = raw.get("indexer_types")
-    if types is None:
-        return raw
+    if not isinstance(types, list | tuple) or len(types) != raw.get("num_hidden_layers"):
+        return raw  # none, or one that the settings refuse
     schedule = {name: raw[name] for name in _SCHEDULE if raw.get(name) is not None}
     try:
         said = indexer_kinds(

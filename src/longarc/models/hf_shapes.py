@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from longarc.config.index_share import IndexerKind, indexer_kinds
+from longarc.config.model import MAX_LAYERS
 
 
 class Shape(BaseModel):
@@ -25,7 +26,7 @@ class Shape(BaseModel):
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_attention_heads: PositiveInt
     intermediate_size: PositiveInt
     max_position_embeddings: PositiveInt

@@ -150,7 +150,7 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
 def _config(directory: Path) -> dict[str, Any]:
     try:
         raw = json.loads((directory / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{directory / CONFIG_FILE} cannot be read: {error}. Give a directory that holds a Hugging "
             f"Face config.json and *.safetensors"

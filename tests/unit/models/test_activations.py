@@ -319,6 +319,38 @@ def test_a_read_that_nothing_waited_for_is_over_before_the_next_pass(tmp_path, m
     assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
+def test_a_disk_slower_than_the_model_does_not_fill_the_memory(tmp_path, monkeypatch):
+    """A layer is written only after the one before it is: the thread ends a write when somebody waits for it."""
+    is_awaited, write, await_writing = (
+        Event(),
+        offload._write,
+        offload._OffloadedLayer.await_writing,
+    )
+    requests = []
+
+    def slow(*request):
+        assert is_awaited.wait(20)
+        is_awaited.clear()
+        return write(*request)
+
+    def awaited(layer):
+        is_awaited.set()
+        await_writing(layer)
+
+    def submit(layer):
+        assert all(written.done() for written in requests)
+        requests.append(layer._file.submit(slow, layer._chunks))
+        layer._writing = requests[-1]
+
+    monkeypatch.setattr(offload._OffloadedLayer, "await_writing", awaited)
+    monkeypatch.setattr(offload._OffloadedLayer, "write", submit)
+    config = ActivationConfig(offloaded_layers="all", offload_directory=str(tmp_path))
+    with Activations(config) as activations:
+        forward(activations, mlp())
+        is_awaited.set()  # for the last layer, which no other follows
+    assert len(requests) == 3
+
+
 def test_a_file_that_is_too_short_is_refused_and_not_read_for_ever(tmp_path):
     config = ActivationConfig(offloaded_layers="all", offload_directory=str(tmp_path))
     layers = mlp()

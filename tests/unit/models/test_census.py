@@ -193,6 +193,7 @@ def test_models_of_transformers_have_as_many_parameters(name):
         ({"model_type": None}, "None .* known"),
         ({"q_lora_rank": None}, r"glm_moe_dsa: q_lora_rank: Field required"),
         ({"hidden_size": 0}, "hidden_size: .*greater than 0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers: .*less than or equal to 10000"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"index_topk_pattern": "FXS"}, "index_topk_pattern"),
         ({"index_topk_pattern": "FSF"}, "index_topk_pattern describes 3 layers, .*=78"),

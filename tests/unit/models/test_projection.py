@@ -37,6 +37,18 @@ def test_values_entropy_and_gradients_are_those_of_log_softmax(chunk_tokens):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "eager"])
+def test_a_token_that_cannot_occur_adds_nothing_to_the_entropy(dtype):
+    hidden, weight, targets, _ = inputs()
+    hidden = hidden.detach().abs().to(dtype)
+    banned, allowed = weight.detach().to(dtype), weight.detach()[:-1].to(dtype)
+    banned[-1] = float("-inf")
+    targets = targets.clamp_max(9)
+    ours = token_logprobs(hidden, banned, targets, with_entropy=True)
+    expected = token_logprobs(hidden, allowed, targets, with_entropy=True)
+    torch.testing.assert_close(ours, expected)
+
+
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight, targets, _ = inputs()
     logprobs, entropy = token_logprobs(hidden.detach(), weight, targets)

@@ -6,7 +6,7 @@ from torch import Tensor
 from longarc.config.model import LlamaHybridConfig
 from longarc.models.decoder_base import Pass, with_padding
 from longarc.models.llama import GroupedQueryAttention, head_width
-from longarc.models.variants.delta import DeltaAttention, GatedDelta, SimpleDelta
+from longarc.models.variants.delta import delta_attention
 from longarc.models.variants.memory import MemoryShape
 from longarc.models.variants.windows import windowed_attention
 
@@ -53,18 +53,15 @@ class DeltaGroupedAttention(FullGroupedAttention):
         self._rotates = pattern.rotates_delta
         self._repeats = heads // config.num_key_value_heads
         widths = (head_width(config), head_width(config))
-        self.delta: DeltaAttention
-        if is_gated:
-            self.delta = GatedDelta(
-                pattern,
-                layer,
-                num_heads=heads,
-                widths=widths,
-                hidden_size=config.hidden_size,
-                eps=config.rms_norm_eps,
-            )
-        else:
-            self.delta = SimpleDelta(pattern, layer, num_heads=heads, widths=widths)
+        self.delta = delta_attention(
+            pattern,
+            layer,
+            is_gated=is_gated,
+            num_heads=heads,
+            widths=widths,
+            hidden_size=config.hidden_size,
+            eps=config.rms_norm_eps,
+        )
         self.memory_shape = self.delta.memory_shape
 
     def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:

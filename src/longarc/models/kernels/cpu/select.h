@@ -72,7 +72,6 @@ LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, 
 LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_t num_chosen, int32_t* chosen) {
     int32_t* order = reinterpret_cast<int32_t*>(scores);
     const int64_t padded = round_up(num_keys, LANES);
-    for (int64_t i = num_keys; i < padded; i++) scores[i] = -INFINITY;
     IntVec least = IntVec{} + INT32_MAX, most = IntVec{} + INT32_MIN;
     for (int64_t i = 0; i < padded; i += LANES) {
         const Vec score = load(scores + i) + 0.0f;  // -0 and 0 tie
@@ -84,6 +83,8 @@ LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_
         least = bits < least ? bits : least;
         most = bits > most ? bits : most;
     }
+    // Below every score, and a NaN with its sign set is below -infinity: what is no key must never be chosen.
+    for (int64_t i = num_keys; i < padded; i++) order[i] = INT32_MIN;
     int64_t low = INT32_MAX, high = INT32_MIN;
     for (int i = 0; i < LANES; i++) low = least[i] < low ? least[i] : low, high = most[i] > high ? most[i] : high;
     for (int64_t i = num_keys / LANES * LANES; i < num_keys; i++)
