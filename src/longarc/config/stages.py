@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from longarc.config.model import AttentionPattern
+from longarc.config.model import MAX_DEPTHS, AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
@@ -189,7 +189,7 @@ class MtpConfig(SupervisedConfig):
 
     kind: Literal["mtp"] = "mtp"
     """Which stage this is."""
-    num_depths: int | None = Field(None, ge=1, le=16)
+    num_depths: int | None = Field(None, ge=1, le=MAX_DEPTHS)
     """Tokens to draft one after another [tokens]; None keeps ``model.mtp_num_depths``."""
     loss: MtpLoss = "end_to_end_tv"
     """``cross_entropy`` against the text, mean over the depths; ``single_step_tv`` against the main model's own

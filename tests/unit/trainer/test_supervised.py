@@ -195,7 +195,7 @@ def test_the_same_documents_give_bit_identical_weights():
 
 
 def test_the_warm_up_moves_the_indexer_and_nothing_else():
-    trainer = make_trainer(mode="indexer_warmup", router_bias_rate=0.0)
+    trainer = make_trainer(mode="indexer_warmup", router_bias_rate=0.5)
     before = weights(trainer)
     losses = []
     for _ in range(12):
