@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
 from longarc.config.settings import Settings
 
-
 MAX_DEPTHS = 16
 """Depths of multi-token prediction that a config may ask for."""
 

@@ -148,7 +148,8 @@ class DsaConfig(TextStageConfig):
     """Steps that train only the indexer against dense attention [optimizer steps]; ``num_steps`` counts
     the sparse phase after them."""
     warmup_lr: float = Field(5e-3, gt=0)
-    """Learning rate of the warm-up; GLM-5 report, 2.1.1."""
+    """Learning rate of the warm-up, constant once ``optimizer.warmup_steps`` have led up to it, as they do again in
+    the sparse phase; GLM-5 report, 2.1.1."""
     indexer_loss_coeff: float = Field(1.0, gt=0)
     """Weight of the indexer's KL in the sparse phase; not published."""
     index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
@@ -162,6 +163,16 @@ class DsaConfig(TextStageConfig):
     """Expert conversations beside the text; None for none."""
     long_share_frac: float = Field(0.3, ge=0, le=1)
     """Share of documents that need their whole length."""
+
+    @model_validator(mode="after")
+    def _indexer_warmup_reaches_its_rate(self) -> Self:
+        if self.optimizer.warmup_steps > self.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} leads up to the rate of both phases, but "
+                f"the first has warmup_steps={self.warmup_steps} and would never reach warmup_lr="
+                f"{self.warmup_lr}; lower optimizer.warmup_steps or raise warmup_steps"
+            )
+        return self
 
 
 class SftConfig(SupervisedConfig):

@@ -53,7 +53,10 @@ def test_without_gradients_scores_that_are_nan_end_in_nan(
     steps = [shared_glm.extend(ids[i : i + 1], [0], [i], [1], cache) for i in range(20, 30)]
     for hidden in (whole, torch.cat([prefill, *steps])):
         assert hidden[12:].isnan().all()  # index_topk = 12: the first queries read everything
-        if (native, value) != ("0", float("inf")):  # in torch a score of -inf is a key that is hidden
+        if (native, value) != (
+            "0",
+            float("inf"),
+        ):  # in torch a score of -inf is a key that is hidden
             torch.testing.assert_close(hidden[:12], healthy[:12])
 
 

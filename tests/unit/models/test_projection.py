@@ -6,6 +6,7 @@ import torch
 from longarc.models import projection
 from longarc.models.kernels import vocabulary
 from longarc.models.projection import token_logprobs
+from model_cases import LargestTensor
 from peak_memory import measured_alone, peak_bytes
 
 
@@ -55,19 +56,10 @@ def test_a_token_scores_alike_in_any_chunk():
 
 def test_logits_of_all_tokens_never_exist_at_once():
     hidden, weight, targets, _ = inputs(tokens=400, vocab=50)
-    sizes = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                sizes.append(out.numel())
-            return out
-
-    with Sizes():
+    with LargestTensor() as largest:
         logprobs, _ = token_logprobs(hidden, weight, targets, chunk_tokens=32, with_entropy=True)
         logprobs.sum().backward()
-    assert max(sizes) <= 400 * 6
+    assert largest.numel <= 400 * 6
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -155,7 +155,11 @@ def test_back_ends_select_the_same_rows_ties_included(backend, make, num_heads, 
     ("part", "token", "broken"),
     [
         ("key", 6, [6, 7, 8, 9]),
-        ("key", 1, [3, 4, 5, 6, 7, 8, 9]),  # queries before that read all they see, and choose nothing
+        (
+            "key",
+            1,
+            [3, 4, 5, 6, 7, 8, 9],
+        ),  # queries before that read all they see, and choose nothing
         ("weight", 6, [6]),
         ("weight", 1, []),
     ],
