@@ -61,6 +61,14 @@ def test_a_shared_layer_attends_to_what_the_layer_before_selected(
     assert not torch.equal(*chosen)
 
 
+def test_the_last_layer_that_uses_a_selection_lets_go_of_it(make_ids):
+    model, handed_on = model_of(PATTERN), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *call: handed_on.append(call[-1].selection is not None))
+    model(make_ids(20), Layout.documents([20]), indexer_loss="sparse")
+    assert handed_on == [True, True, False, True, False]
+
+
 def test_layers_out_of_order_are_refused(make_ids):
     model = model_of("FS")
     layers = list(model.model.layers)
