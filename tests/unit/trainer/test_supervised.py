@@ -202,7 +202,9 @@ def test_the_warm_up_moves_the_indexer_and_nothing_else():
     for _ in range(12):
         metrics = combine(trainer.step(documents()).metrics)
         assert "loss/lm_nats" not in metrics
-        assert moved(before, weights(trainer)) <= own  # in each step: a router's bias may swing back
+        assert (
+            moved(before, weights(trainer)) <= own
+        )  # in each step: a router's bias may swing back
         losses.append(metrics["loss/indexer_kl_nats"])
     assert moved(before, weights(trainer)) == own
     assert losses[-1] < losses[0]
