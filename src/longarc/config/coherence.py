@@ -70,6 +70,7 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
             hybrid = name
         if isinstance(stage, DsaConfig):
             _check_conversion(name, model, stage, hybrid=hybrid)
+            model = _with_pattern(model, stage.index_topk_pattern)
 
 
 def _check_conversion(
@@ -95,6 +96,13 @@ def _check_sharing(name: str, model: GlmMoeDsaConfig, pattern: str | None) -> No
         check_sharing(model.indexer_kinds, kinds_of(pattern))
     except ValueError as error:
         raise ValueError(f"stage {name!r}: index_topk_pattern: {error}") from error
+
+
+def _with_pattern(model: ModelConfig, pattern: str | None) -> ModelConfig:
+    """Return the model that a conversion hands to the stages behind it."""
+    if pattern is None:
+        return model
+    return model.model_copy(update={"index_topk_pattern": pattern, "indexer_types": None})
 
 
 def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:

@@ -9,6 +9,8 @@ from longarc.config.settings import Settings
 
 MAX_LAYERS = 10_000
 """No model has as many; a file that says more is damaged, and would be counted layer by layer."""
+MAX_DEPTHS = 16
+"""Depths of multi-token prediction that a config may ask for."""
 
 
 class GlmMoeDsaConfig(Settings):
@@ -83,7 +85,7 @@ class GlmMoeDsaConfig(Settings):
     num_nextn_predict_layers: int = Field(0, ge=0, le=1)
     """Layers for multi-token prediction (MTP) behind the decoder layers: 1 in GLM-5, whose depths share it; 0
     builds none. An ``mtp`` stage adds it to a finished model."""
-    mtp_num_depths: int = Field(3, ge=1, le=16)
+    mtp_num_depths: int = Field(3, ge=1, le=MAX_DEPTHS)
     """Tokens that the MTP layer learns to draft one after another [tokens]; 3 in the GLM-5 report, 2.1. No weight
     depends on it, so more may be drafted later."""
     mtp_feeds_normed: bool = True

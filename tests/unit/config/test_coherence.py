@@ -172,6 +172,32 @@ def test_a_selection_that_leaves_nothing_out_is_no_conversion():
         validated(Recipe, tree, source="recipe")
 
 
+def test_an_indexer_that_an_earlier_conversion_took_away_does_not_come_back():
+    tree = copy.deepcopy(RECIPE)
+    conversion = {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}
+    tree["stages"]["dsa"] = conversion | {"index_topk_pattern": "FFSF"}
+    tree["stages"]["again"] = conversion | {"index_topk_pattern": "FSSF"}
+    assert "again" in validated(Recipe, tree, source="recipe").stages
+    tree["stages"]["again"] = conversion | {"index_topk_pattern": "FFFF"}
+    with pytest.raises(
+        ConfigError, match=r"'again': index_topk_pattern: layer 2 should have an indexer in 'FFFF'"
+    ):
+        validated(Recipe, tree, source="recipe")
+
+
+def test_an_indexer_warmup_that_never_reaches_its_rate_is_refused():
+    tree = copy.deepcopy(RECIPE)
+    tree["stages"]["dsa"] = {
+        "kind": "dsa", "num_steps": 9, "warmup_steps": 4, "optimizer": {"warmup_steps": 5}
+    }  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"(?s)optimizer.warmup_steps=5 .*has warmup_steps=4 .*lower"
+    ):
+        validated(Recipe, tree, source="recipe")
+    tree["stages"]["dsa"]["optimizer"] = {"warmup_steps": 4}
+    assert "dsa" in validated(Recipe, tree, source="recipe").stages
+
+
 def test_a_pattern_of_attention_cannot_be_made_sparse():
     tree = copy.deepcopy(RECIPE)
     tree["stages"]["windows"] = {"kind": "midtrain", "num_steps": 1, "pattern": {"layers": "FSGD"}}

@@ -147,10 +147,10 @@ def test_a_recomputed_layer_routes_to_the_same_experts_with_the_same_weights(glm
 
 
 def peaks_of_a_deep_model(directory):
-    """Return the peak [bytes] of forward and backward with each policy; 24 layers keep 8 MB each."""
+    """Return the peak [bytes] of forward and backward with each policy; 24 layers keep 4 MB each."""
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24}
     model = build_model(small_llama(**shape), seed=0)
-    ids, layout = torch.zeros(1024, dtype=torch.long), Layout.documents([128] * 8)
+    ids, layout = torch.zeros(512, dtype=torch.long), Layout.documents([128] * 4)
 
     def step(**policy):
         with Activations(ActivationConfig(**policy)) as activations:
@@ -168,7 +168,7 @@ def peaks_of_a_deep_model(directory):
 
 def test_recomputed_and_offloaded_layers_need_a_fraction_of_the_memory(tmp_path):
     peaks = measured_alone(peaks_of_a_deep_model, str(tmp_path))
-    assert peaks["kept"] > 180e6
+    assert peaks["kept"] > 90e6
     assert peaks["recomputed"] < peaks["kept"] / 4
     assert peaks["offloaded"] < peaks["kept"] / 4
     assert peaks["both"] < peaks["kept"] / 5

@@ -38,10 +38,29 @@ def test_the_token_is_the_first_one_that_is_broken(glm, make_ids):
         glm(ids, Layout.documents([30]))
 
 
-def test_without_gradients_a_broken_sequence_is_left_to_the_caller(glm, make_ids):
-    glm.model.layers[0].self_attn.indexer.wk.weight.data[0] = float("nan")
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", ["wk", "wq_b", "weights_proj"])
+def test_without_gradients_scores_that_are_nan_end_in_nan(
+    shared_glm, make_ids, monkeypatch, native, value, weight
+):
+    """An engine finds a fault in its logits, so what selects nothing sensible must not look like a result."""
+    monkeypatch.setenv("LONGARC_NATIVE", native)
+    ids = make_ids(30)
+    healthy = shared_glm(ids, Layout.documents([30])).hidden
+    getattr(shared_glm.model.layers[3].self_attn.indexer, weight).weight.data[:] = value
     with torch.no_grad():
-        assert glm(make_ids(30), Layout.documents([30])).hidden.shape == (30, 32)
+        whole = shared_glm(ids, Layout.documents([30])).hidden
+    cache = shared_glm.new_cache(1, 30)
+    prefill = shared_glm.extend(ids[:20], [0], [0], [20], cache)
+    steps = [shared_glm.extend(ids[i : i + 1], [0], [i], [1], cache) for i in range(20, 30)]
+    for hidden in (whole, torch.cat([prefill, *steps])):
+        assert hidden[12:].isnan().all()  # index_topk = 12: the first queries read everything
+        if (native, value) != (
+            "0",
+            float("inf"),
+        ):  # in torch a score of -inf is a key that is hidden
+            torch.testing.assert_close(hidden[:12], healthy[:12])
 
 
 @pytest.mark.parametrize("native", ["0", "1"])

@@ -8,6 +8,7 @@ import torch
 from longarc.errors import ConfigError, ResourceError
 from longarc.models import gathered_attention, key_selection
 from longarc.models.build import build_model
+from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native
 from longarc.models.key_selection import IndexerRows, select_rows
@@ -165,6 +166,57 @@ def test_back_ends_select_the_same_rows_ties_included(backend, make, num_heads, 
         rows, rows.key, plan, num_selected=num_selected, backend=name
     )
     assert torch.equal(select(backend), select("reference"))
+
+
+@pytest.mark.parametrize("backend", ["reference", *OTHERS, "native"])
+@pytest.mark.parametrize(
+    ("part", "token", "broken"),
+    [
+        ("key", 6, [6, 7, 8, 9]),
+        (
+            "key",
+            1,
+            [3, 4, 5, 6, 7, 8, 9],
+        ),  # queries before that read all they see, and choose nothing
+        ("weight", 6, [6]),
+        ("weight", 1, []),
+    ],
+)
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")], ids=["nan", "-nan"])
+def test_a_query_that_chooses_among_scores_without_order_gets_no_row(
+    backend, part, token, broken, nan
+):
+    drawn = real_rows(14, 4, 5)
+    rows = IndexerRows(drawn.query.float(), drawn.key.float(), drawn.weight.float())
+    plan = AttentionPlan.of_layout(Layout.documents([10, 4]), CPU)
+    runs = plan.flat_runs() if backend == "native" else None
+    select = lambda: select_rows(  # noqa: E731
+        *(rows, rows.key, plan), num_selected=3, backend="cpu" if runs else backend, flat_runs=runs
+    )
+    expected = select()
+    expected[broken] = -1
+    getattr(rows, part)[token] = nan
+    assert torch.equal(select(), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", *OTHERS, "native"])
+def test_attention_to_nothing_is_not_a_number(backend):
+    query, table, rows = draw(3, 2, 6).float(), draw(8, 6, seed=1).float(), listed(3, 8, 4)
+    rows[1] = -1
+    runs = FlatRuns.of([(0, 3, 5, torch.arange(8))]) if backend == "native" else None
+    attended, mass = sparse_attention(
+        query,
+        table,
+        rows,
+        value_width=4,
+        scale=0.5,
+        with_mass=True,
+        backend="cpu" if runs else backend,
+        flat_runs=runs,
+    )
+    assert attended[1].isnan().all()
+    assert attended[[0, 2]].isfinite().all()
+    assert mass[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -246,7 +246,7 @@ inline void mla_project_queries(const MlaShape& shape, const MlaLayer& layer, co
 }
 
 // Finds what a row attends to. Where that is a selection, `selected` holds it or, in a layer with an indexer, gets it;
-// it has room for LANES more.
+// it has room for LANES more. Scores that are NaN select nothing, which `selected` says by a -1 in front.
 inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
                     const float* index_query, const float* index_weights, int32_t* selected, SeenKeys& seen,
                     Floats& scores) {
@@ -259,8 +259,9 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
         if (int64_t(scores.size()) < num_keys + LANES) scores.resize(num_keys + LANES);
         index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
                      layer.index_keys + start * shape.index_dim, num_keys, scores.data());
-        choose_best(scores.data(), num_keys, seen.num, selected);
+        if (!choose_best(scores.data(), num_keys, seen.num, selected)) selected[0] = -1;
     }
+    if (selects && selected[0] < 0) seen.num = 0;
     for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + (selects ? selected[j] : j)) * dim;
 }
 
