@@ -12,7 +12,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
-from longarc.errors import CheckpointError
+from longarc.errors import CheckpointError, boundary
 from longarc.tokens.tokenizer import Tokenizer
 
 
@@ -61,10 +61,16 @@ def tokenizer_of(vocabulary: GgufVocabulary) -> Tokenizer:
     if len(vocabulary.tokens) != len(vocabulary.types) or unknown:
         raise CheckpointError(
             f"the GGUF file has {len(vocabulary.tokens)} tokens and {len(vocabulary.types)} types of tokens, of which "
-            f"{unknown} are unknown; known are {sorted(known)}. Copy the file again"
+            f"{unknown} are unknown; known are {sorted(map(int, known))}. Copy the file again"
         )
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    inner = HfTokenizer(models.BPE(vocab=ids, merges=[_pair(merge) for merge in vocabulary.merges]))
+    if len(ids) != len(vocabulary.tokens):
+        raise CheckpointError(
+            f"the GGUF file lists {len(vocabulary.tokens)} tokens, of which {len(ids)} are different; copy it again"
+        )
+    with boundary(CheckpointError, "the merges of the GGUF file are not those of its tokens"):
+        bpe = models.BPE(vocab=ids, merges=[_pair(merge) for merge in vocabulary.merges])
+    inner = HfTokenizer(bpe)
     # Digits stand alone; then GPT-2's rule, in which a word takes the blank before it along.
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -78,11 +84,6 @@ def tokenizer_of(vocabulary: GgufVocabulary) -> Tokenizer:
             special = kind == TokenType.CONTROL
             added = AddedToken(token, normalized=False, special=special)
             inner.add_special_tokens([added]) if special else inner.add_tokens([added])
-    if inner.get_vocab_size() != len(vocabulary.tokens):
-        raise CheckpointError(
-            f"the GGUF file lists {len(vocabulary.tokens)} tokens, of which {inner.get_vocab_size()} are different; "
-            f"copy it again"
-        )
     return Tokenizer(inner)
 
 
