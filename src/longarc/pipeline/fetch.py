@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,7 @@ _SPECIAL: Final = {
 
 
 def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
-    """Write a model with its tokenizer as a Hugging Face directory.
+    """Write a model with its tokenizer as a Hugging Face directory, which appears whole or not at all.
 
     Args:
         name: one of ``SOURCES``.
@@ -67,11 +69,16 @@ def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
         chat_template=file.setting("tokenizer.chat_template", str),
         max_tokens=file.setting("llama.context_length", int),
     )
-    target.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(target / "tokenizer.json")
-    (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    convert_gguf(file, target)
-    _write_generation_config(target)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        tokenizer.save(partial / "tokenizer.json")
+        (partial / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        convert_gguf(file, partial)
+        _write_generation_config(partial)
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _shipped(source: Source) -> Path:

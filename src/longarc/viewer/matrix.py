@@ -37,12 +37,11 @@ def matrix(name: str, cells: Sequence[Mapping[str, Any]], order: Sequence[str]) 
     Args:
         name: what the evaluation is called.
         cells: its cells; of two for one stage and family the later counts.
-        order: the recipe's stages, in which forgetting and recovery are followed; what they started from,
-            which is none of them, stands in front.
+        order: the recipe's stages, in which forgetting and recovery are followed.
     """
     newest = {(cell["stage"], cell["family"]): cell for cell in cells}
     known = {stage: position for position, stage in enumerate(order)}
-    stages = sorted({stage for stage, _ in newest}, key=lambda s: (known.get(s, -1), s))
+    stages = sorted({stage for stage, _ in newest}, key=lambda s: (known.get(s, len(known)), s))
     families = sorted({family for _, family in newest})
     columns = {family: _column(family, stages, newest) for family in families}
     return {

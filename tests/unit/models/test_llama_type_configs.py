@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from longarc.config.model import LlamaConfig
 from longarc.config.rope import LinearRope, Llama3Rope, YarnRope
@@ -12,7 +13,7 @@ from longarc.models.build import build_model
 from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
-from model_cases import replay_in_random_company
+from model_cases import YARN, replay_in_random_company, small_llama
 
 TOLERANCE = 2e-5
 KINDS = {
@@ -112,6 +113,29 @@ def test_logits_are_those_of_transformers_in_one_pass_and_by_pieces(kind, seed, 
     torch.testing.assert_close(packed, expected, rtol=0, atol=TOLERANCE)
     by_pieces = project_logits(pieces, ours.output_weight)
     torch.testing.assert_close(by_pieces, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["native", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_transformers(kind, path, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    if path == "eager":
+        monkeypatch.setenv("LONGARC_NATIVE", "0")
+    config = small_llama(rope_scaling=YARN, tie_word_embeddings=True, **KINDS[kind])
+    ours = spread(build_model(config, seed=1), 1)
+    save_pretrained_dir(ours, tmp_path)
+    cls = getattr(transformers, CLASSES[kind.partition(" ")[0]])
+    reference = cls.from_pretrained(tmp_path, local_files_only=True)
+    ids, targets = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(1))
+    hidden = ours(ids, Layout.documents([50])).hidden
+    F.cross_entropy(project_logits(hidden, ours.output_weight), targets).backward()
+    F.cross_entropy(reference(ids[None]).logits[0], targets).backward()
+    theirs = dict(reference.named_parameters())
+    assert theirs.keys() == {name for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=2e-6)
 
 
 @pytest.mark.slow
