@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
+from longarc.config.rope import RopeScaling
 from longarc.config.settings import Settings
 
 MAX_LAYERS = 10_000
@@ -74,6 +75,8 @@ class GlmMoeDsaConfig(Settings):
     """The same as words, as transformers writes it."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary embeddings reach beyond the context that the model was trained on; None for plain ones."""
     rms_norm_eps: float = Field(1e-5, ge=0)
     """Added to the mean square inside every RMSNorm."""
     latent_norm_eps: float | None = Field(None, ge=0)
@@ -146,7 +149,10 @@ class GlmMoeDsaConfig(Settings):
 
 
 class LlamaConfig(Settings):
-    """Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names."""
+    """Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names.
+
+    Also Qwen2 (``attention_bias = "inputs"``) and Qwen3 (``qk_norm = true``).
+    """
 
     family: Literal["llama"] = "llama"
     """Which architecture this is."""
@@ -164,8 +170,15 @@ class LlamaConfig(Settings):
     """Width per head; None = hidden_size / num_attention_heads."""
     intermediate_size: int = Field(512, ge=1)
     """Width of the feed-forward."""
+    attention_bias: Literal["none", "inputs", "all"] = "none"
+    """Which projections of attention have a bias: none, as in Llama; ``inputs``, those to queries, keys and
+    values, as in Qwen2; or ``all``, the output's too, as transformers' Llama and Qwen3 have it."""
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary embeddings reach beyond the context that the model was trained on; None for plain ones."""
     rms_norm_eps: float = Field(1e-5, ge=0)
     """Added to the mean square inside every RMSNorm."""
     tie_word_embeddings: bool = False

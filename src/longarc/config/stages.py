@@ -331,7 +331,8 @@ class DistillConfig(Settings):
     tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families and their shares of the prompts."""
     teachers: dict[str, str]
-    """For each family the earlier stage whose final checkpoint teaches it."""
+    """For each family the earlier stage whose final checkpoint teaches it; ``initial`` is what the recipe
+    starts from."""
     loop: RolloutLoopConfig
     """How rollouts are scheduled against training steps; group_size 1 samples each prompt once."""
     rollout: RolloutConfig = RolloutConfig()
@@ -382,7 +383,7 @@ class EvalConfig(Settings):
     kind: Literal["eval"] = "eval"
     """Which stage this is."""
     stages: list[str] = Field(min_length=1)
-    """Stages whose final checkpoints are evaluated."""
+    """Stages whose final checkpoints are evaluated; ``initial`` is what the recipe starts from."""
     tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families; shares are ignored."""
     tasks_per_family: int = Field(64, ge=1)

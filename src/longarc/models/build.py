@@ -30,8 +30,10 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, RMSNorm | nn.LayerNorm):
-                    parameter.fill_(1.0 if name == "weight" else 0.0)
+                if name == "bias":
+                    parameter.zero_()
+                elif isinstance(module, RMSNorm | nn.LayerNorm):
+                    parameter.fill_(1.0)
                 else:
                     drawn = torch.empty(parameter.shape, dtype=torch.float32)
                     parameter.copy_(

@@ -140,6 +140,7 @@ class GlmMoeDsa(Decoder):
             base=self.config.rope_theta,
             interleaved=True,
             dtype=self.output_weight.dtype,
+            scaling=self.config.rope_scaling,
         )
 
     def _native_cache(self, num_slots: int, max_length: int) -> NativeGlmMoeDsa:

@@ -20,6 +20,8 @@ from longarc.models.hf_shapes import (
     LatentShape,
     LlamaShape,
     MoeGroupedShape,
+    Qwen3Shape,
+    QwenShape,
     Shape,
 )
 
@@ -315,6 +317,34 @@ def _llama(shape: LlamaShape) -> Anatomy:
     return _anatomy(family, shape, attention, _dense_parts(shape, biases=biases))
 
 
+def _qwen2(shape: QwenShape) -> Anatomy:
+    family = "Qwen2: grouped-query attention with biases, dense"
+    keys = shape.num_attention_heads + 2 * shape.key_heads
+    attention = _grouped_attention(shape.model_copy(update={"attention_bias": False}))
+    return _qwen(family, shape, replace(attention, size=attention.size + keys * shape.head_width))
+
+
+def _qwen3(shape: Qwen3Shape) -> Anatomy:
+    family = "Qwen3: grouped-query attention with norms of its heads, dense"
+    attention = _grouped_attention(shape, output_bias=True)
+    return _qwen(family, shape, replace(attention, size=attention.size + 2 * shape.head_width))
+
+
+def _qwen(family: str, shape: QwenShape, attention: _Attention) -> Anatomy:
+    anatomy = _anatomy(family, shape, attention, _dense_parts(shape))
+    windows = shape.num_window_layers
+    if not windows:
+        return anatomy
+    flops, full = attention.flops_per_key, shape.num_hidden_layers - windows
+    return replace(
+        anatomy,
+        reads=(
+            ContextRead(name="attention", flops_per_key=flops * full),
+            ContextRead(name="window", flops_per_key=flops * windows, max_keys=shape.window),
+        ),
+    )
+
+
 _FAMILIES: Mapping[str, tuple[type[Shape], Callable[[Any], Anatomy]]] = {
     "glm_moe_dsa": (IndexedShape, _glm_moe_dsa),
     "glm4_moe_lite": (LatentShape, _glm4_moe_lite),
@@ -322,4 +352,6 @@ _FAMILIES: Mapping[str, tuple[type[Shape], Callable[[Any], Anatomy]]] = {
     "glm": (GlmShape, _glm),
     "glm4": (GlmShape, _glm4),
     "llama": (LlamaShape, _llama),
+    "qwen2": (QwenShape, _qwen2),
+    "qwen3": (Qwen3Shape, _qwen3),
 }

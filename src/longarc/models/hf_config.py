@@ -9,12 +9,13 @@ from longarc.config.index_share import indexer_kinds
 from longarc.config.model import (
     GlmHybridConfig,
     GlmMoeDsaConfig,
-    LlamaConfig,
     LlamaHybridConfig,
     ModelConfig,
 )
 from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
+from longarc.models.hf_llama import LLAMA_TYPES, llama_from_hf, llama_to_hf
+from longarc.models.hf_rope import context_of, rope_from_hf, rope_to_hf
 
 _GLM_FIXED: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -33,25 +34,15 @@ _GLM_FIXED: Mapping[str, Any] = {
 }
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 """Which layers have an indexer, where no list says it."""
-_LLAMA_SAID = (
+_GLM_SAID = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("rms_norm_eps", "max_position_embeddings"),
-)
-"""What a config.json has to say: our defaults are those of a small model, not what a missing field means."""
-_GLM_SAID = (
-    *_LLAMA_SAID,
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
     *("n_shared_experts", "routed_scaling_factor", "norm_topk_prob"),
     *("index_n_heads", "index_head_dim", "index_topk"),
 )
-_LLAMA_FIXED: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+"""What a config.json has to say: our defaults are those of a small model, not what a missing field means."""
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -66,17 +57,17 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
             f"{config.pattern.layers!r} mixes attention in a way that transformers does not build; "
             f"keep it as a checkpoint of LongArc"
         )
-    values = config.model_dump(exclude={"family", "rope_theta"})
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if not isinstance(config, GlmMoeDsaConfig):
+        return {**llama_to_hf(config), "dtype": dtype, **no_tokens}
+    values = config.model_dump(exclude={"family", "rope_theta", "rope_scaling"})
     values["dtype"] = dtype
-    values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    values.update(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    if isinstance(config, GlmMoeDsaConfig):
-        values["num_key_value_heads"] = config.num_attention_heads
-        values["head_dim"] = config.qk_rope_head_dim
-        values["indexer_types"] = config.indexer_kinds
-        return {**_GLM_FIXED, **values}
-    values["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
-    return {**_LLAMA_FIXED, **values}
+    values["rope_parameters"] = rope_to_hf(config.rope_theta, config.rope_scaling)
+    values.update(no_tokens)
+    values["num_key_value_heads"] = config.num_attention_heads
+    values["head_dim"] = config.qk_rope_head_dim
+    values["indexer_types"] = config.indexer_kinds
+    return {**_GLM_FIXED, **values}
 
 
 def without_mtp(config: ModelConfig) -> ModelConfig:
@@ -97,56 +88,28 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         _require(raw, _GLM_FIXED)
         raw = _with_schedule_said_once(_with_leading_dense_layers(raw))
         _require_said(raw, _GLM_SAID)
-        return _parse(GlmMoeDsaConfig, raw)
-    if model_type == "llama":
-        _require(raw, _LLAMA_FIXED)
-        _require_said(raw, _LLAMA_SAID)
-        if raw.get("num_key_value_heads") is None:  # of before there were fewer of them
-            raw = {**raw, "num_key_value_heads": raw["num_attention_heads"]}
-        return _parse(LlamaConfig, raw)
+        return _glm(raw)
+    if model_type in LLAMA_TYPES:
+        return llama_from_hf(raw)
     raise ConfigError(
-        f"model_type {model_type!r} in config.json is not supported; supported: glm_moe_dsa, llama"
+        f"model_type {model_type!r} in config.json is not supported; supported: glm_moe_dsa, "
+        f"{', '.join(LLAMA_TYPES)}"
     )
 
 
-def _parse(
-    settings: type[GlmMoeDsaConfig] | type[LlamaConfig], raw: Mapping[str, Any]
-) -> ModelConfig:
-    known = {name: raw[name] for name in settings.model_fields if raw.get(name) is not None}
-    known["rope_theta"] = _rope_theta(raw)
-    if settings is LlamaConfig and known.get("head_dim") == _even_head_dim(raw):
-        del known["head_dim"]
+def _glm(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
+    names = [name for name in GlmMoeDsaConfig.model_fields if name != "rope_scaling"]
+    known = {name: raw[name] for name in names if raw.get(name) is not None}
+    known["rope_theta"], known["rope_scaling"] = rope_from_hf(raw)
+    longest = known.get("max_position_embeddings")
+    if isinstance(longest, int):
+        known["max_position_embeddings"] = context_of(longest, known["rope_scaling"])
     try:
-        return settings(**known)
+        return GlmMoeDsaConfig(**known)
     except ValidationError as error:
         raise ConfigError(
             f"config.json does not describe a model that can be built: {problems_of(error)}"
         ) from error
-
-
-def _even_head_dim(raw: Mapping[str, Any]) -> int | None:
-    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
-    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-
-
-def _rope_theta(raw: Mapping[str, Any]) -> object:
-    """Return what the settings then check to be a number."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(
-            f"rope_parameters={rope!r} in config.json is no object; write it as in "
-            f'{{"rope_type": "default", "rope_theta": 10000.0}}'
-        )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(
-            f"rope_type {kind!r} in config.json is not supported; supported: 'default'. Scaled rotary "
-            f"embeddings would give other numbers"
-        )
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise ConfigError("config.json names no rope_theta; add rope_parameters.rope_theta")
-    return theta
 
 
 def _require(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:

@@ -109,6 +109,8 @@ def test_the_recipe_as_it_stands_is_accepted():
             "eval",
             r"\['eval'\] are not training stages before it; available",
         ),
+        ("stages.eval.stages", ["initial"], r"\['initial'\] are not training stages before it"),
+        ("stages.distill.teachers.t", "initial", r"\['initial'\] are not training stages"),
         ("stages.rl.tasks", {}, r"stages.rl.tasks = \{\}: .*at least 1 item"),
         ("stages.eval.stages", [], r"stages.eval.stages = \[\]: .*at least 1 item"),
         ("stages.a/b", {"kind": "pretrain", "num_steps": 1}, r"already exist|file names"),
@@ -150,6 +152,14 @@ def test_a_contradiction_is_refused_with_its_values_and_the_fix(key, value, mess
         return
     with pytest.raises(ConfigError, match=message):
         read(key, value)
+
+
+def test_what_a_recipe_starts_from_is_evaluated_and_teaches():
+    tree = copy.deepcopy(RECIPE) | {"initial": {"path": "m"}, "tokenizer": {"path": "m"}}
+    del tree["stages"]["pretrain"]
+    tree["stages"]["distill"]["teachers"] = {"t": "initial"}
+    tree["stages"]["eval"]["stages"] = ["initial", "rl"]
+    assert validated(Recipe, tree, source="recipe").stages["eval"].stages == ["initial", "rl"]
 
 
 def test_a_model_without_an_indexer_cannot_be_made_sparse():

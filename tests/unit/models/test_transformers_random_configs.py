@@ -10,11 +10,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from longarc.config.rope import LinearRope
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_pretrained_dir
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
-from model_cases import small_glm
+from model_cases import YARN, small_glm
 
 TOLERANCE = 2e-5
 
@@ -65,6 +66,7 @@ def random_config(rng: random.Random, *, shares: bool):
         index_head_dim=rope + rng.randint(0, 8),
         index_topk=rng.randint(1, 40),
         rope_theta=rng.choice([100.0, 1e4, 8e6]),
+        rope_scaling=rng.choice([None, YARN, LinearRope(factor=3.0)]),
         rms_norm_eps=rng.choice([1e-6, 1e-5]),
         latent_norm_eps=1e-6,  # what transformers always takes
         **(random_schedule(rng, layers) if shares else {}),

@@ -44,6 +44,7 @@ struct FeedForward {
 
 struct LlamaLayer {
     const float *input_norm, *qkv, *output, *post_norm;
+    const float *qkv_bias, *output_bias, *q_norm, *k_norm;  // null where the model has none
     FeedForward feed_forward;
     float *keys, *values;  // [slot][head][position blocks][dim][LANES] and [slot][head][position][dim]
 };
@@ -134,6 +135,12 @@ inline void prefetch(const Keys& keys) {
     for (int64_t i = 0; i < keys.num * keys.value_stride; i += 16) __builtin_prefetch(keys.values + i, 0, 2);
 }
 
+// Each row plus `bias`, in the order of the sums that training makes: first the whole product, then the bias.
+inline void add_bias_rows(float* rows, const float* bias, int64_t num, int64_t width) {
+    for (int64_t r = 0; r < num; r++)
+        for (int64_t i = 0; i < width; i++) rows[r * width + i] += bias[i];
+}
+
 // Attention of a chunk in two parts, of which others wait for the first: `keys` writes what rows [first, first + num)
 // leave in the cache, `queries` adds to the residual stream what rows [begin, end) of the chunk attend to.
 struct LlamaAttention {
@@ -143,9 +150,14 @@ struct LlamaAttention {
         const int64_t width = queries + 2 * keys;
         float* projected = s.projected.floats(num * width);
         gemm(num, width, shape.hidden, s.normed.floats(0), shape.hidden, layer.qkv, projected, width);
+        if (layer.qkv_bias) add_bias_rows(projected, layer.qkv_bias, num, width);
         for (int64_t r = 0; r < num; r++) {
             const int64_t position = rows.positions[first + r], half = dim / 2;
             float* row = projected + r * width;
+            if (layer.q_norm) {
+                rms_norm_rows(row, layer.q_norm, row, shape.num_heads, dim, shape.eps);
+                rms_norm_rows(row + queries, layer.k_norm, row + queries, shape.num_key_heads, dim, shape.eps);
+            }
             for (int64_t h = 0; h < shape.num_heads + shape.num_key_heads; h++)
                 rotate_row(row + h * dim, rows.cos + position * half, rows.sin + position * half, dim, false, 1.0f);
             for (int64_t g = 0; g < shape.num_key_heads; g++) {
@@ -176,8 +188,15 @@ struct LlamaAttention {
                 attend(projected + r * width + g * group * dim, shape.scale, group, visible,
                        attended + r * queries + g * group * dim, s.attend);
             }
-        gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output,
-                         s.x.floats(0) + begin * shape.hidden, shape.hidden);
+        float* x = s.x.floats(0) + begin * shape.hidden;
+        if (!layer.output_bias) {
+            gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output, x, shape.hidden);
+            return;
+        }
+        float* output = s.merged.floats(num * shape.hidden);
+        gemm(num, shape.hidden, queries, attended, queries, layer.output, output, shape.hidden);
+        add_bias_rows(output, layer.output_bias, num, shape.hidden);
+        for (int64_t i = 0; i < num * shape.hidden; i++) x[i] += output[i];
     }
 };
 
