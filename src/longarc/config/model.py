@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
 from longarc.config.settings import Settings
+from longarc.config.transformers_model import TransformersConfig
 
 
 class GlmMoeDsaConfig(Settings):
@@ -249,7 +250,7 @@ HybridConfig: TypeAlias = GlmHybridConfig | LlamaHybridConfig
 """A model in which not every layer attends to everything."""
 
 ModelConfig: TypeAlias = Annotated[
-    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig,
+    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig | TransformersConfig,
     Field(discriminator="family"),
 ]
 """Any model LongArc can build."""

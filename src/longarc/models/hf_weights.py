@@ -7,15 +7,15 @@ fused. Everything else has one name in both places.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_config import config_from_hf, config_to_hf, without_mtp
+from longarc.models.hf_config import config_from_hf, config_to_hf, with_mtp_of_files
 from longarc.models.hf_files import (
     CONFIG_FILE,
     MAX_SHARD_BYTES,
@@ -48,19 +48,22 @@ def named_tensors(model: Decoder) -> dict[str, Tensor]:
 def _separate(model: Decoder) -> dict[str, Tensor]:
     """Return every tensor by its name in memory, the experts one by one."""
     tensors: dict[str, Tensor] = {}
-    stacked = {
-        name: module for name, module in model.named_modules() if isinstance(module, Experts)
-    }
+    stacked = {name: module for name, module in model.named_modules() if _is_stacked(module)}
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] not in stacked:
             tensors[name] = tensor
     for name, experts in stacked.items():
-        for index in range(experts.gate_up_proj.shape[0]):
+        for index in range(len(experts.gate_up_proj)):
             gate, up = experts.gate_up_proj[index].detach().chunk(2)
             tensors[f"{name}.{index}.gate_proj.weight"] = gate
             tensors[f"{name}.{index}.up_proj.weight"] = up
             tensors[f"{name}.{index}.down_proj.weight"] = experts.down_proj[index].detach()
     return tensors
+
+
+def _is_stacked(module: nn.Module) -> TypeGuard[Experts]:
+    """Say whether a module holds all experts of a layer, ours or transformers'; both stack them alike."""
+    return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
 
 
 def _with_hf_names(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,8 +142,8 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
     quantisation = quantisation_from_hf(raw)
     behind = f"model.layers.{config.num_hidden_layers}."
     with TensorFiles.of_directory(directory) as files:
-        if not any(name.startswith(behind) for name in files.tensors):
-            config = without_mtp(config)
+        has_mtp = any(name.startswith(behind) for name in files.tensors)
+        config = with_mtp_of_files(config, is_there=has_mtp)
         model = build_model(config, seed=0, dtype=dtype)
         # Some publishers repeat the main model's tables in the MTP layer, which shares them.
         _load(files, model, quantisation, ignored=[behind + name for name in _MTP_COPIES])
