@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from longarc.config.model import ModelConfig
 from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -148,6 +149,16 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
         # Some publishers repeat the main model's tables in the MTP layer, which shares them.
         _load(files, model, quantisation, ignored=[behind + name for name in _MTP_COPIES])
     return model
+
+
+def pretrained_config(directory: Path | str) -> ModelConfig:
+    """Return what the ``config.json`` of a directory describes; no weights are looked at.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+        ConfigError: the architecture has a feature that LongArc does not build.
+    """
+    return config_from_hf(_config(Path(directory)))
 
 
 def _config(directory: Path) -> dict[str, Any]:
