@@ -31,6 +31,7 @@ _SIZES: Final = (
     "max_position_embeddings",
 )
 _MIXTURE_SIZES: Final = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+_GROUPED_SIZES: Final = ("num_key_value_heads",)
 _LATENT_SIZES: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_SETTINGS: Final = ("model_type", "architectures", "quantization_config", "dtype")
 
@@ -71,6 +72,33 @@ class TransformersConfig(Settings):
             raise ValueError(
                 f"carries_mtp=True, but {self.family} checkpoints have no MTP layer; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        heads, key_heads = self.num_attention_heads, self.hf_config.get("num_key_value_heads")
+        if self.family != "glm4_moe_lite" and heads % self._size("num_key_value_heads"):
+            raise ValueError(
+                f"hf_config.num_attention_heads={heads} is not a multiple of num_key_value_heads={key_heads}"
+            )
+        if self.has_experts:
+            experts, groups = self.n_routed_experts, self.hf_config.get("n_group", 1)
+            if self._size("num_experts_per_tok") > experts:
+                raise ValueError(
+                    f"hf_config.num_experts_per_tok={self._size('num_experts_per_tok')} exceeds "
+                    f"n_routed_experts={experts}"
+                )
+            # The router compares the two best of each group.
+            if (
+                not isinstance(groups, int)
+                or groups < 1
+                or experts % groups
+                or experts < 2 * groups
+            ):
+                raise ValueError(
+                    f"hf_config.n_group={groups!r} does not divide n_routed_experts={experts} into groups of at "
+                    f"least 2; 1 makes no groups"
+                )
         return self
 
     @model_validator(mode="after")
@@ -179,7 +207,7 @@ class TransformersConfig(Settings):
 
     def _size_names(self) -> tuple[str, ...]:
         names = _SIZES + (_MIXTURE_SIZES if self.has_experts else ())
-        return names + (_LATENT_SIZES if self.family == "glm4_moe_lite" else ())
+        return names + (_LATENT_SIZES if self.family == "glm4_moe_lite" else _GROUPED_SIZES)
 
     def _size(self, name: str) -> int:
         value = self.hf_config[name]

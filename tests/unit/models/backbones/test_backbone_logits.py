@@ -60,7 +60,9 @@ def test_the_cache_gives_what_a_packed_pass_gives_however_tokens_come(family, na
     rng = random.Random(family)
     model = spread(build_model(small(family), seed=3))
     documents = documents_of(rng, [50, 41, 17])
-    expected = model(torch.cat(documents), Layout.documents([50, 41, 17])).hidden.split([50, 41, 17])
+    expected = model(torch.cat(documents), Layout.documents([50, 41, 17])).hidden.split(
+        [50, 41, 17]
+    )
     replayed = replay_in_random_company(model, documents, seed=1)
     for ours, packed in zip(replayed, expected, strict=True):
         torch.testing.assert_close(ours, packed.detach(), rtol=0, atol=1e-5)
