@@ -25,6 +25,7 @@ MIXTURE = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
 LATENT = {
