@@ -33,7 +33,7 @@ SHORT = [
     "stages.sft.num_steps=2",
     "stages.sft.conversations_per_step=2",
     "stages.sft.optimizer={lr=1e-3,use_muon=true}",
-    "stages.reasoning_rl.loop={num_steps=1,groups_per_step=1,group_size=2,max_concurrent_rollouts=4,"
+    "stages.reasoning_rl.loop={num_steps=2,groups_per_step=1,group_size=2,max_concurrent_rollouts=4,"
     "dynamic_sampling=false}",
     "stages.reasoning_rl.rollout={max_new_tokens=8,max_context_tokens=512}",
     "stages.eval.tasks={format={}}",
