@@ -103,10 +103,11 @@ def _check_sharing(name: str, model: GlmMoeDsaConfig, pattern: str | None) -> No
 
 def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
     """Refuse drafts that nothing can make."""
-    can_draft = isinstance(model, GlmMoeDsaConfig) and model.num_nextn_predict_layers > 0
+    can_learn = isinstance(model, GlmMoeDsaConfig)
+    can_draft = can_learn and bool(getattr(model, "num_nextn_predict_layers", 0))
     for name, stage in stages.items():
         if isinstance(stage, MtpConfig):
-            if model.family != "glm_moe_dsa":
+            if not can_learn:
                 raise ValueError(
                     f"stage {name!r} trains multi-token prediction, which a {model.family} model does not "
                     f"have; remove the stage or use model.family = 'glm_moe_dsa'"

@@ -36,7 +36,7 @@ def to_hybrid(model: Decoder, pattern: AttentionPattern, *, seed: int = 0) -> De
 
     Projections of queries, keys, values and output keep their weights in every kind of layer. Only Gated
     DeltaNet brings parameters of its own; they are drawn from ``seed``, or copied where the model has them
-    already. Indexers are left out.
+    already. Indexers are left out, that of an MTP layer too.
     """
     config = hybrid_config(model.config, pattern)
     hybrid = build_model(config, seed=seed, dtype=model.output_weight.dtype)

@@ -63,10 +63,9 @@ class DraftAttention(SparseLatentAttention):
         n = step.num_tokens
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         latent = step.table("latent", self._layer, self._latent_rows(x, step)[:n])
-        if step.attention == "dense":
+        if step.attention == "dense" or self.indexer is None:  # a hybrid has no indexers
             keys = DraftKeys(latent, None)
             return self._attend(x, q_latent, keys, step)[0], keys, None
-        assert self.indexer is not None  # it is built as a first layer, which always has one
         selection = self._select(self.indexer, x, q_latent, step)
         keys = DraftKeys(latent, selection.rows)
         output, mass_NS = self._attend(x, q_latent, keys, step)

@@ -6,6 +6,8 @@ model trains on the keys that the indexer selects, and the indexer goes on learn
 attention of all layers that use its selection. Source: GLM-5 report (arXiv:2602.15763), section 2.1.1.
 """
 
+from dataclasses import replace
+
 from longarc.config.coherence import check_is_sparse
 from longarc.config.index_share import kinds_of
 from longarc.config.stages import DsaConfig
@@ -13,10 +15,9 @@ from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
 from longarc.models.index_share import with_shared_indexers
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.supervised import drafts_along, train_supervised
+from longarc.pipeline.supervised import base_settings, drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.runs.checkpoint import read_manifest
-from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
@@ -42,12 +43,10 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
             workspace,
             stage=stage,
             config=config,
-            settings=SupervisedSettings(
+            settings=replace(
+                base_settings(config),
                 optimizer=_warmup_optimizer(config),
                 num_steps=config.warmup_steps,
-                micro_batch_tokens=config.micro_batch_tokens,
-                int4_group_size=config.int4_group_size,
-                activations=config.activations,
                 mode="indexer_warmup",
                 attention="dense",
                 router_bias_rate=0.0,
@@ -61,15 +60,10 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=SupervisedSettings(
-            optimizer=config.optimizer,
-            num_steps=config.num_steps,
-            micro_batch_tokens=config.micro_batch_tokens,
-            int4_group_size=config.int4_group_size,
-            activations=config.activations,
+        settings=replace(
+            base_settings(config),
             attention="sparse",
             indexer_loss_coeff=config.indexer_loss_coeff,
-            router_bias_rate=config.router_bias_rate,
             drafts=drafts_along(config.mtp),
         ),
         model=model,

@@ -1,14 +1,15 @@
 """Stage ``midtrain``: the same model on longer contexts, with a raised RoPE base."""
 
+from dataclasses import replace
+
 from longarc.config.stages import MidtrainConfig
 from longarc.config.transformers_model import TransformersConfig
 from longarc.models.build import build_model
 from longarc.models.conversion import to_hybrid
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.supervised import drafts_along, train_supervised
+from longarc.pipeline.supervised import base_settings, drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
-from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
@@ -22,14 +23,9 @@ async def run(workspace: Workspace, stage: str, config: MidtrainConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=SupervisedSettings(
-            optimizer=config.optimizer,
-            num_steps=config.num_steps,
-            micro_batch_tokens=config.micro_batch_tokens,
-            int4_group_size=config.int4_group_size,
-            activations=config.activations,
+        settings=replace(
+            base_settings(config),
             attention=loaded.attention if config.pattern is None else "dense",
-            router_bias_rate=config.router_bias_rate,
             drafts=drafts_along(config.mtp),
         ),
         model=model,

@@ -3,13 +3,14 @@
 Source: GLM-5 report (arXiv:2602.15763), section 2.1; the TV losses: Bebop (arXiv:2606.12370), used by GLM-5.2.
 """
 
+from dataclasses import replace
+
 from longarc.config.stages import MtpConfig
 from longarc.models.add_mtp import with_mtp
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.supervised import train_supervised
+from longarc.pipeline.supervised import base_settings, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.trainer.draft_objective import DraftObjective
-from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: MtpConfig) -> None:
@@ -24,16 +25,12 @@ async def run(workspace: Workspace, stage: str, config: MtpConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=SupervisedSettings(
-            optimizer=config.optimizer,
-            num_steps=config.num_steps,
-            micro_batch_tokens=config.micro_batch_tokens,
-            int4_group_size=config.int4_group_size,
+        settings=replace(
+            base_settings(config),
             mode="mtp",
             attention=loaded.attention,
             indexer_loss_coeff=config.indexer_loss_coeff,
             indexer_stride=config.indexer_stride,
-            router_bias_rate=config.router_bias_rate,
             drafts=DraftObjective(loss=config.loss, cross_entropy_steps=config.cross_entropy_steps),
         ),
         model=with_mtp(loaded.model, num_depths=config.num_depths, start=config.start, seed=seed),

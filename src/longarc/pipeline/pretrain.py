@@ -1,5 +1,7 @@
 """Stage ``pretrain``: a tokenizer from text, then a model from random weights."""
 
+from dataclasses import replace
+
 import torch
 
 from longarc.config.model import ModelConfig
@@ -7,11 +9,10 @@ from longarc.config.stages import PretrainConfig
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.pipeline.demonstrations import text_and_demonstrations
-from longarc.pipeline.supervised import drafts_along, train_supervised
+from longarc.pipeline.supervised import base_settings, drafts_along, train_supervised
 from longarc.pipeline.text import corpus_texts
 from longarc.pipeline.workspace import Workspace
 from longarc.tokens.tokenizer import Tokenizer
-from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
@@ -23,14 +24,9 @@ async def run(workspace: Workspace, stage: str, config: PretrainConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=SupervisedSettings(
-            optimizer=config.optimizer,
-            num_steps=config.num_steps,
-            micro_batch_tokens=config.micro_batch_tokens,
-            int4_group_size=config.int4_group_size,
-            activations=config.activations,
+        settings=replace(
+            base_settings(config),
             attention="dense",
-            router_bias_rate=config.router_bias_rate,
             drafts=drafts_along(config.mtp),
         ),
         model=initial_model(

@@ -1,10 +1,11 @@
 """Stage ``sft``: imitate experts; their mistakes stay in context and are not imitated."""
 
+from dataclasses import replace
+
 from longarc.config.stages import SftConfig
 from longarc.pipeline.demonstrations import StepConversations, experts_of, num_shown_before
-from longarc.pipeline.supervised import drafts_along, train_supervised
+from longarc.pipeline.supervised import base_settings, drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
-from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
@@ -15,16 +16,11 @@ async def run(workspace: Workspace, stage: str, config: SftConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=SupervisedSettings(
-            optimizer=config.optimizer,
-            num_steps=config.num_steps,
-            micro_batch_tokens=config.micro_batch_tokens,
-            int4_group_size=config.int4_group_size,
-            activations=config.activations,
+        settings=replace(
+            base_settings(config),
             attention=loaded.attention,
             indexer_loss_coeff=config.indexer_loss_coeff if is_sparse else 0.0,
             indexer_stride=config.indexer_stride,
-            router_bias_rate=config.router_bias_rate,
             drafts=drafts_along(config.mtp),
         ),
         model=loaded.model,

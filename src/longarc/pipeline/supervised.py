@@ -102,6 +102,18 @@ async def train_supervised(
     return trainer.policy_version
 
 
+def base_settings(config: SupervisedConfig) -> SupervisedSettings:
+    """Return what every stage takes from its recipe as it is; a stage replaces the rest."""
+    return SupervisedSettings(
+        optimizer=config.optimizer,
+        num_steps=config.num_steps,
+        micro_batch_tokens=config.micro_batch_tokens,
+        int4_group_size=config.int4_group_size,
+        activations=config.activations,
+        router_bias_rate=config.router_bias_rate,
+    )
+
+
 def drafts_along(config: MtpAlongConfig | None) -> DraftObjective | None:
     """Return how a stage trains drafts along, if it does."""
     if config is None:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from longarc.config.model import AttentionPattern
 from longarc.errors import ContractError
 from longarc.models.build import build_model
+from longarc.models.conversion import to_hybrid
 from longarc.models.drafting import draft, new_draft_cache
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
@@ -16,6 +18,12 @@ LENGTH, NUM_DEPTHS = 50, 3
 def drafter(dtype=torch.float32, **changes):
     config = small_glm(num_nextn_predict_layers=1, **changes)
     return sharpened(build_model(config, seed=3)).to(dtype)
+
+
+def hybrid_drafter(layers):
+    glm = small_glm(num_hidden_layers=len(layers), num_nextn_predict_layers=1)
+    pattern = AttentionPattern(layers=layers, window=9, chunk_tokens=8)
+    return to_hybrid(sharpened(build_model(glm, seed=3)), pattern)
 
 
 def reads(*tokens_by_step):
@@ -42,8 +50,18 @@ def text_drafts(model, ids, attention):
     ids=["default", "others"],
 )
 def test_drafts_are_those_of_training_at_every_position(attention, dtype, changes, make_ids):
-    model = drafter(dtype, **changes)
-    ids = make_ids(LENGTH)
+    check_drafts_are_those_of_training(drafter(dtype, **changes), attention, make_ids(LENGTH))
+
+
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+def test_a_hybrid_drafts_as_it_trains_and_has_no_indexer(attention, make_ids):
+    model = hybrid_drafter("SGDF")
+    assert not [name for name in model.state_dict() if "indexer" in name]
+    check_drafts_are_those_of_training(model, attention, make_ids(LENGTH))
+
+
+def check_drafts_are_those_of_training(model, attention, ids):
+    dtype = model.output_weight.dtype
     hidden, expected = text_drafts(model, ids, attention)
     cache = new_draft_cache(model, num_slots=2, max_length=64)
     for i in range(20, LENGTH - NUM_DEPTHS - 1):

@@ -43,6 +43,7 @@ RECIPE = {
             "pattern": PATTERN,
             **TEXT,
         },
+        "mtp": {"kind": "mtp", "num_steps": 1, **TEXT},
         "rl": {
             "kind": "general_rl",
             "tasks": {"format": {}},
@@ -91,7 +92,8 @@ def test_a_hybrid_is_trained_sampled_from_and_resumed_like_any_model(tmp_path):
     assert hybrid.model.config.pattern.layers == "SGD"
     assert hybrid.model.config.rope_theta == 50_000.0
     assert hybrid.attention == "dense"
-    assert hybrid.manifest.policy_version == 4
+    assert hybrid.model.mtp is not None
+    assert hybrid.manifest.policy_version == 5
 
     with pytest.raises(Interrupted):
         run(tmp_path / "cut", stop=StopAfter("midtrain", 1))

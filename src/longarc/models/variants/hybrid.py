@@ -104,13 +104,15 @@ class GlmHybridLayer(GlmMoeDsaLayer):
 
 
 class GlmHybrid(Hybrid, GlmMoeDsa):
-    """The GLM-5 family without indexers, with a pattern of attention."""
+    """The GLM-5 family without indexers, with a pattern of attention; an MTP layer attends to everything."""
 
     def __init__(self, config: GlmHybridConfig) -> None:
         super().__init__(config)
         self.model.layers = nn.ModuleList(
             [GlmHybridLayer(config, layer) for layer in range(config.num_hidden_layers)]
         )
+        if self.mtp is not None:
+            self.mtp.self_attn.indexer = None
 
     def cache_widths(self) -> dict[str, int]:
         """Return the width of latent rows."""
