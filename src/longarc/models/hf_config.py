@@ -15,6 +15,7 @@ from longarc.config.model import (
 )
 from longarc.config.transformers_model import CLASSES, TransformersConfig
 from longarc.errors import ConfigError
+from longarc.models.hf_transformers import transformers_from_hf, transformers_to_hf
 
 _GLM_FIXED: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -33,17 +34,6 @@ _GLM_FIXED: Mapping[str, Any] = {
 }
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 """Which layers have an indexer, where no list says it."""
-_NOT_KEPT = (
-    "model_type",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "quantization_config",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-)
-"""Of the config of a class of transformers: what the model, its weights or whoever writes it says anew."""
 _LLAMA_FIXED: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -66,7 +56,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
             f"keep it as a checkpoint of LongArc"
         )
     if isinstance(config, TransformersConfig):
-        return _of_transformers_class(config, dtype=dtype)
+        return {**transformers_to_hf(config), "dtype": dtype}
     values = config.model_dump(exclude={"family", "rope_theta"})
     values["dtype"] = dtype
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -80,25 +70,11 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     return {**_LLAMA_FIXED, **values}
 
 
-def _of_transformers_class(config: TransformersConfig, *, dtype: str) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "architectures": [CLASSES[config.family]],
-        "model_type": config.family,
-    }
-    # Without one, some classes take that of their published models, which a small vocabulary lacks.
-    values.update({"pad_token_id": None, **config.hf_config, "dtype": dtype})
-    if config.has_experts:  # what the directory then holds, whatever transformers' default is
-        values["num_nextn_predict_layers"] = int(config.carries_mtp)
-    return values
-
-
-def with_mtp_of_files(config: ModelConfig, *, is_there: bool) -> ModelConfig:
-    """Return the config of a model whose files hold a layer for multi-token prediction, or do not."""
-    if isinstance(config, GlmMoeDsaConfig) and not is_there:
-        return config.model_copy(update={"num_nextn_predict_layers": 0})
-    if isinstance(config, TransformersConfig) and config.has_experts:
-        return config.model_copy(update={"carries_mtp": is_there})
-    return config
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model without a layer for multi-token prediction."""
+    if not isinstance(config, GlmMoeDsaConfig):
+        return config
+    return config.model_copy(update={"num_nextn_predict_layers": 0})
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -115,30 +91,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         _require(raw, _LLAMA_FIXED)
         return _parse(LlamaConfig, raw)
     if model_type in CLASSES:
-        return _from_transformers_class(raw, str(model_type))
+        return transformers_from_hf(raw)
     raise ConfigError(
         f"model_type {model_type!r} in config.json is not supported; supported: glm_moe_dsa, llama, "
         f"{', '.join(CLASSES)}"
     )
-
-
-def _from_transformers_class(raw: Mapping[str, Any], family: str) -> TransformersConfig:
-    architectures = raw.get("architectures") or [CLASSES[family]]
-    if architectures != [CLASSES[family]]:
-        raise ConfigError(
-            f"architectures={architectures!r} in config.json is not supported; supported: "
-            f"{[CLASSES[family]]!r}, which predicts tokens"
-        )
-    num_mtp = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
-    if num_mtp not in (0, 1):
-        raise ConfigError(
-            f"num_nextn_predict_layers={num_mtp!r} in config.json is not supported; supported: 0 and 1"
-        )
-    values = {name: value for name, value in raw.items() if name not in _NOT_KEPT}
-    try:
-        return TransformersConfig.model_validate({"family": family, "hf_config": values})
-    except ValidationError as error:
-        raise _unbuildable(error) from error
 
 
 def _parse(
@@ -151,11 +108,9 @@ def _parse(
     try:
         return settings(**known)
     except ValidationError as error:
-        raise _unbuildable(error) from error
-
-
-def _unbuildable(error: ValidationError) -> ConfigError:
-    return ConfigError(f"config.json does not describe a model that can be built: {error}")
+        raise ConfigError(
+            f"config.json does not describe a model that can be built: {error}"
+        ) from error
 
 
 def _even_head_dim(raw: Mapping[str, Any]) -> int | None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from longarc.config.model import ModelConfig
+from longarc.config.transformers_model import TransformersConfig
 from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_config import config_from_hf, config_to_hf, with_mtp_of_files
+from longarc.models.hf_config import config_from_hf, config_to_hf, without_mtp
 from longarc.models.hf_files import (
     CONFIG_FILE,
     MAX_SHARD_BYTES,
@@ -34,6 +35,7 @@ from longarc.models.hf_formats import (
     quantisation_from_hf,
     quantisation_to_hf,
 )
+from longarc.models.hf_transformers import with_mtp_of_files
 from longarc.models.moe import Experts
 
 MTP_PREFIX = "mtp."
@@ -144,7 +146,10 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
     behind = f"model.layers.{config.num_hidden_layers}."
     with TensorFiles.of_directory(directory) as files:
         has_mtp = any(name.startswith(behind) for name in files.tensors)
-        config = with_mtp_of_files(config, is_there=has_mtp)
+        if isinstance(config, TransformersConfig):
+            config = with_mtp_of_files(config, is_there=has_mtp)
+        elif not has_mtp:
+            config = without_mtp(config)
         model = build_model(config, seed=0, dtype=dtype)
         # Some publishers repeat the main model's tables in the MTP layer, which shares them.
         _load(files, model, quantisation, ignored=[behind + name for name in _MTP_COPIES])

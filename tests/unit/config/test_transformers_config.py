@@ -14,7 +14,9 @@ from longarc.errors import ConfigError
 from transformers_cases import BASE, LATENT, MIXTURE, small
 
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
-SIZES = "vocab_size=1024,hidden_size=32,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+SIZES = (
+    "vocab_size=1024,hidden_size=32,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+)
 MODEL = f"model={{family='glm4',hf_config={{{SIZES},max_position_embeddings=4096}}}}"
 TEXT_ONLY = "stages={pretrain={kind='pretrain',num_steps=1}}"
 
@@ -29,7 +31,10 @@ def test_a_recipe_may_start_from_random_weights_and_change_one_setting():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.hf_config.hidden_size='wide'"], "hf_config.hidden_size='wide' has to be a whole num"),
+        (
+            ["model.hf_config.hidden_size='wide'"],
+            "hf_config.hidden_size='wide' has to be a whole num",
+        ),
         (["model.hf_config.num_key_value_heads=3"], "is not a multiple of num_key_value_heads=3"),
         (["model.family='glm5'"], "glm4_moe_lite"),
         (["stages.pretrain.int4_group_size=8"], "int4_group_size=8 rounds the routed experts"),
@@ -48,9 +53,17 @@ def test_a_recipe_that_asks_for_what_cannot_be_is_refused(overrides, said):
     [
         ("glm4", {"model_type": "glm4"}, "hf_config.model_type='glm4' is not read"),
         ("glm4", {"dtype": "bfloat16"}, "hf_config.dtype='bfloat16' is not read"),
-        ("glm4", {"num_hidden_layers": 0}, "num_hidden_layers=0 has to be a whole number of at least"),
+        (
+            "glm4",
+            {"num_hidden_layers": 0},
+            "num_hidden_layers=0 has to be a whole number of at least",
+        ),
         ("glm4", {"num_hidden_layers": True}, "num_hidden_layers=True has to be"),
-        ("glm4_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds n_routed_experts=6"),
+        (
+            "glm4_moe",
+            {"num_experts_per_tok": 7},
+            "num_experts_per_tok=7 exceeds n_routed_experts=6",
+        ),
         ("glm4_moe", {"n_group": 4}, "n_group=4 does not divide n_routed_experts=6"),
         ("glm4_moe", {"n_group": 6}, "into groups of at least 2"),
         ("glm4_moe_lite", {"v_head_dim": None}, "hf_config.v_head_dim=None has to be"),
@@ -97,5 +110,7 @@ def test_reading_a_recipe_loads_neither_torch_nor_transformers():
         f"load_settings(Recipe, __import__('pathlib').Path({str(SMOKE)!r}), overrides={[MODEL, TEXT_ONLY]!r}); "
         "sys.exit(str(sorted({'torch', 'transformers'} & set(sys.modules))))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.stderr.strip() == "[]"

@@ -114,7 +114,10 @@ def test_a_directory_goes_through_every_stage_and_comes_out_as_one(tmp_path, cap
             "pattern.layers='FS' replaces attention, but the layers of a glm4_moe_lite",
         ),
         ("stages.sft.activations.recomputed_layers=[5]", "layer 5 does not exist"),
-        ("stages.eval.rollout.max_context_tokens=4096", "exceeds model.max_position_embeddings=2048"),
+        (
+            "stages.eval.rollout.max_context_tokens=4096",
+            "exceeds model.max_position_embeddings=2048",
+        ),
     ],
 )
 def test_options_that_cannot_act_are_refused_before_the_run(override, said, tmp_path):
@@ -125,7 +128,9 @@ def test_options_that_cannot_act_are_refused_before_the_run(override, said, tmp_
 @pytest.mark.usefixtures("two_cores")
 def test_a_dense_family_has_nothing_to_balance(tmp_path):
     rate = "stages.reasoning_rl.router_bias_rate=0.1"
-    with pytest.raises(ConfigError, match=r"router_bias_rate=0\.1 has no effect, because a glm4 mo"):
+    with pytest.raises(
+        ConfigError, match=r"router_bias_rate=0\.1 has no effect, because a glm4 mo"
+    ):
         check_recipe(recipe(directory_of(tmp_path, "glm4"), rate), is_new=True)
     check_recipe(recipe(tmp_path), is_new=True)
 

@@ -145,7 +145,12 @@ def test_tensors_of_another_shape_and_tensors_of_nothing_are_refused(tmp_path):
     change_tensors(tmp_path, **{name: torch.zeros(32, 47)})
     with pytest.raises(CheckpointError, match=rf"{name}' has shape \[32, 47\].* needs\s\[32, 48\]"):
         load_pretrained_dir(tmp_path)
-    change_tensors(tmp_path, **{name: torch.zeros(32, 48), "model.vision.weight": torch.ones(1)})
+    behind = {name: torch.zeros(32, 48), "model.layers.2.mlp.down_proj.weight": torch.ones(32, 48)}
+    change_tensors(tmp_path, **behind)
+    with pytest.raises(ConfigError, match="layer 2, behind the last .* glm models have no layer"):
+        load_pretrained_dir(tmp_path)
+    change_tensors(tmp_path, **{"model.layers.2.mlp.down_proj.weight": None})
+    change_tensors(tmp_path, **{"model.vision.weight": torch.ones(1)})
     with pytest.raises(
         CheckpointError, match=r"does not have, the first is 'model\.vision\.weight'"
     ):
