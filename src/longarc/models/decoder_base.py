@@ -208,8 +208,8 @@ class Decoder(nn.Module):
         check_ids(token_ids, self.config.vocab_size)
         if int4_group_size is not None and not isinstance(self.config, GlmMoeDsaConfig):
             raise ContractError(
-                f"int4_group_size={int4_group_size} rounds the routed experts of family 'glm_moe_dsa', but this is a "
-                f"{self.config.family} model; leave it out"
+                f"int4_group_size={int4_group_size} rounds routed experts of LongArc's own layers, but a "
+                f"{self.config.family} model has none; leave it out"
             )
         if indexer_loss != "none" and not self._num_indexers:
             raise ContractError(

@@ -11,6 +11,7 @@ layer expands before it attends.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from longarc.models.decoder_base import (
     Pass,
 )
 from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.native import native_for
 from longarc.models.layers import Rotation
 from longarc.models.selection import Selection
 
@@ -105,6 +107,9 @@ class TransformersStack(DecoderStack):
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Run all rows through all layers; return the rows, no indexer losses, and expert counts."""
         hidden = self.embed_tokens(token_ids)
+        if step.flat_runs is None and native_for(hidden):
+            # The attention of training over the cache too: what is added up in one order agrees to the last bit.
+            step = replace(step, flat_runs=step.plan.flat_runs())
         callables = nn.ModuleList([_RunLayer(layer) for layer in self.layers])
         counts: list[Tensor] = []
         for layer in callables if activations is None else activations.managed(callables):
