@@ -155,9 +155,7 @@ def test_muon_takes_matrices_by_head_half_and_expert():
 def test_what_cannot_act_on_these_layers_is_refused_where_it_is_asked_for():
     model = build_model(small("glm4_moe", carries_mtp=True), seed=0)
     ids, layout = torch.arange(9), Layout.documents([9])
-    with pytest.raises(
-        ContractError, match="int4_group_size=8 rounds routed experts of LongArc"
-    ):
+    with pytest.raises(ContractError, match="int4_group_size=8 rounds routed experts of LongArc"):
         model(ids, layout, int4_group_size=8)
     with pytest.raises(
         ContractError, match="indexer_loss='sparse' trains indexers, but a glm4_moe"

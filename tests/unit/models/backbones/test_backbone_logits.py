@@ -19,6 +19,7 @@ from transformers_cases import (
     spread,
 )
 
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 2e-5
 YARN = {
