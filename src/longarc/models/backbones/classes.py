@@ -21,8 +21,9 @@ def transformers_config(config: TransformersConfig) -> Any:
         ConfigError: transformers is not installed, or refuses the settings.
     """
     transformers = _required(config.family)
-    _module("transformers.modeling_utils").AttentionInterface.register(_OURS, attend)
-    _module("transformers.integrations.moe").ExpertsInterface.register(_OURS, mix)
+    with boundary(ConfigError, f"transformers {transformers.__version__} is too old; install 5.20"):
+        _module("transformers.modeling_utils").AttentionInterface.register(_OURS, attend)
+        _module("transformers.integrations.moe").ExpertsInterface.register(_OURS, mix)
     # A padding id would keep that row of the embedding from learning; nothing is padded with it here.
     values = {**config.hf_config, "pad_token_id": None}
     with boundary(ConfigError, f"transformers refuses the hf_config of this {config.family} model"):

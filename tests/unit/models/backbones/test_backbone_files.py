@@ -162,3 +162,9 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"not installed .*pip install 'longarc\[train,hf\]'"):
         build_model(small("glm4"), seed=0)
+
+
+def test_a_transformers_of_other_interfaces_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(ConfigError, match=r"transformers 5.* is too old; install 5\.20: "):
+        build_model(small("glm4_moe"), seed=0)
