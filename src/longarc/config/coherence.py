@@ -20,6 +20,8 @@ from longarc.config.stages import (
     TextStageConfig,
 )
 from longarc.config.training import ActivationConfig, chosen_layers
+from longarc.config.transformers_model import TransformersConfig
+from longarc.config.transformers_stages import check_stage as check_transformers_stage
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r"initial|serve|eval-\d+")
@@ -63,6 +65,8 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
                 )
         if not isinstance(stage, EvalConfig):
             _check_activations(name, model, stage.activations)
+        if isinstance(model, TransformersConfig):
+            check_transformers_stage(name, model, stage)
         if isinstance(stage, SupervisedConfig):
             _check_int4(name, model, stage.int4_group_size)
         if isinstance(stage, MidtrainConfig) and stage.pattern is not None:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
 from longarc.config.rope import RopeScaling
 from longarc.config.settings import Settings
+from longarc.config.transformers_model import TransformersConfig
 
 MAX_LAYERS = 10_000
 """No model has as many; a file that says more is damaged, and would be counted layer by layer."""
@@ -267,7 +268,7 @@ HybridConfig: TypeAlias = GlmHybridConfig | LlamaHybridConfig
 """A model in which not every layer attends to everything."""
 
 ModelConfig: TypeAlias = Annotated[
-    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig,
+    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig | TransformersConfig,
     Field(discriminator="family"),
 ]
 """Any model LongArc can build."""

@@ -6,9 +6,12 @@ from torch import nn
 from longarc.config.model import (
     GlmHybridConfig,
     GlmMoeDsaConfig,
+    LlamaConfig,
     LlamaHybridConfig,
     ModelConfig,
 )
+from longarc.config.transformers_model import TransformersConfig
+from longarc.models.backbones.decoder import build_transformers
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
 from longarc.models.layers import RMSNorm
@@ -23,6 +26,8 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     Weights are drawn in fp32 in the order of the parameters and then cast, so that one seed gives one
     model in every dtype. Router biases stay fp32.
     """
+    if isinstance(config, TransformersConfig):
+        return build_transformers(config, seed=seed, dtype=dtype)
     with torch.device("meta"):
         model = _of_family(config)
     model.to(dtype).to_empty(device="cpu")
@@ -47,7 +52,7 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     return model
 
 
-def _of_family(config: ModelConfig) -> Decoder:
+def _of_family(config: GlmMoeDsaConfig | LlamaConfig) -> Decoder:
     # A hybrid's settings are also those of the family it comes from, so they are looked for first.
     if isinstance(config, GlmHybridConfig):
         return GlmHybrid(config)

