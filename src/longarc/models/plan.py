@@ -126,13 +126,22 @@ class AttentionPlan:
         return cls(tuple(runs))
 
     def flat_runs(self) -> FlatRuns:
-        """Return the runs as the native kernels read them."""
-        return FlatRuns.of(
-            [
-                (run.first_query, run.num_queries, run.first_position, run.key_row_list())
-                for run in self.runs
+        """Return the runs as the native kernels read them; a single query is a run of one."""
+        runs = [
+            (run.first_query, run.num_queries, run.first_position, run.key_row_list())
+            for run in self.runs
+        ]
+        if self.singles is not None:
+            runs += [
+                (query, 1, count - 1, rows[:count])
+                for query, count, rows in zip(
+                    self.singles.query_list(),
+                    self.singles.num_keys.tolist(),
+                    self.singles.key_rows,
+                    strict=True,
+                )
             ]
-        )
+        return FlatRuns.of(runs)
 
     def key_lists(self, num_rows: int, device: torch.device) -> KeyLists:
         """Return what each query sees as the Triton kernels read it.
