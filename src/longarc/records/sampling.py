@@ -25,6 +25,9 @@ class Sampling:
     change and at the end, which costs the engine least."""
     seed: int | None = None
     """Makes the completion reproducible for the same weights; None draws a seed from the engine's stream."""
+    num_sampled_before: int = 0
+    """Tokens at the end of the prompt that belong to this completion already [tokens]: it was begun elsewhere
+    and goes on here. Draws go on at this position of the seed's stream; the budget is what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +71,6 @@ class EngineHealth:
     """Prompt tokens that the prefix cache saved since the engine started."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
+    instance_id: str = ""
+    """Differs after every start of the engine, whose weights and cache are then its first ones; empty
+    where the engine does not tell."""
