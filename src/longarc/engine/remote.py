@@ -141,9 +141,9 @@ class RemoteEngine:
 
     async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
         """Let the server load a file that it can read too; returns when the new weights are in use."""
-        # The server has a working directory of its own.
-        found = replace(source, path=str(Path(source.path).absolute()))
-        body = UpdateRequest(source=found, policy_version=policy_version, rank=self._rank)
+        body = UpdateRequest(
+            source=_absolute(source), policy_version=policy_version, rank=self._rank
+        )
         await self._ask("POST", "/v1/update_weights", UpdateReply, body)
 
     async def health(self) -> EngineHealth:
@@ -171,8 +171,8 @@ class RemoteEngine:
             raise error
         try:
             return loads(kind, data)
-        except EngineRequestError as error:
-            raise EngineLostError(f"{self._name} answers in an unknown way: {error}") from error
+        except EngineRequestError as cause:
+            raise EngineLostError(f"{self._name} answers in an unknown way: {cause}") from cause
 
     def _error(self, response: httpx.Response, body: bytes) -> EngineError | ConfigError:
         if response.status_code == _UNAUTHORISED:
@@ -191,6 +191,11 @@ class RemoteEngine:
             raise EngineLostError(
                 f"{self._name} was started anew: its weights may be others. Ask for its health first"
             )
+
+
+def _absolute(source: WeightSource) -> WeightSource:
+    """Name the file so that it is found from the server's working directory too."""
+    return replace(source, path=str(Path(source.path).absolute()))
 
 
 @contextmanager

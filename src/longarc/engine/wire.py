@@ -132,7 +132,8 @@ def loads(kind: type[T], data: bytes) -> T:
         raw = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise EngineRequestError(f"{kind.__name__}: the body is not JSON: {error}") from error
-    return from_plain(kind, raw)
+    record: T = from_plain(kind, raw)
+    return record
 
 
 def plain(value: Any) -> Any:
@@ -176,7 +177,7 @@ def from_plain(kind: Any, raw: Any, *, where: str = "") -> Any:
     raise EngineRequestError(f"{where}: {str(raw)[:80]!r} is not {kind}")
 
 
-def _record(kind: type[Any], raw: Any, where: str) -> Any:
+def _record(kind: Any, raw: Any, where: str) -> Any:
     hints = _hints(kind)
     if not isinstance(raw, dict):
         raise EngineRequestError(f"{where}: expected an object, got {str(raw)[:80]!r}")
@@ -194,7 +195,7 @@ def _record(kind: type[Any], raw: Any, where: str) -> Any:
 
 
 @cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
