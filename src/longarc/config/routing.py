@@ -10,8 +10,9 @@ from longarc.config.settings import Settings
 class RoutingConfig(Settings):
     """How requests are spread over engine servers, and what happens when one is lost."""
 
-    load_factor: float = Field(1.25, gt=1.0, le=16.0)
-    """Most live sessions of one rank over the mean of all."""
+    load_factor: float = Field(1.2, gt=1.0, le=16.0)
+    """Most live sessions over the mean of all ranks that a rank may have when it is given another one; as
+    sessions end where they like, somewhat more can be left over."""
     session_idle_s: float = Field(60.0, gt=0)
     """A session that asked for nothing for so long counts no more as load [seconds]; its next turn most
     likely goes where it was all the same."""

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -92,6 +93,8 @@ class EngineDoor:
         self._settings = settings
         self._key_digest = _digest(settings.api_key)
         self._counters = DoorCounters()
+        # An engine lives as long as its server; whoever starts both anew starts with its first weights.
+        self._instance_id = secrets.token_hex(8)
         self._lifeline = Lifeline()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -173,7 +176,7 @@ class EngineDoor:
         health = await self._rank(int(shown) if shown.isdecimal() else -1).health()
         # A server that is going to stop is not ready, whatever its engine thinks of itself.
         is_ready = health.is_ready and not self._counters.is_draining
-        return _json(dumps(replace(health, is_ready=is_ready)))
+        return _json(dumps(replace(health, is_ready=is_ready, instance_id=self._instance_id)))
 
     async def _stream(self, request: Request) -> Response:
         asked = loads(StreamRequest, await self._body(request))
@@ -185,7 +188,7 @@ class EngineDoor:
             lifeline=self._lifeline,
             counted=self._counted,
             counters=self._counters,
-            instance_id=(await engine.health()).instance_id,
+            instance_id=self._instance_id,
         )
 
     async def _score(self, request: Request) -> Response:
@@ -195,7 +198,7 @@ class EngineDoor:
         with self._counted():
             async with self._lifeline.hold():
                 logprobs = await engine.score(asked.token_ids, temperature=asked.temperature)
-            return await self._answered(engine, dumps(ScoreReply(logprobs=tuple(logprobs))))
+        return self._answered(ScoreReply(logprobs=tuple(logprobs)))
 
     async def _update(self, request: Request) -> Response:
         asked = loads(UpdateRequest, await self._body(request))
@@ -204,7 +207,7 @@ class EngineDoor:
         with self._counted():
             async with self._lifeline.hold():
                 await engine.update_weights(asked.source, policy_version=asked.policy_version)
-            return await self._answered(engine, dumps(UpdateReply()))
+        return self._answered(UpdateReply())
 
     # Parts of them ---------------------------------------------------------------------------
 
@@ -247,8 +250,8 @@ class EngineDoor:
             chunks.append(chunk)
         return b"".join(chunks)
 
-    async def _answered(self, engine: Engine, body: bytes) -> Response:
-        return _json(body, headers={INSTANCE_HEADER: (await engine.health()).instance_id})
+    def _answered(self, reply: object) -> Response:
+        return _json(dumps(reply), headers={INSTANCE_HEADER: self._instance_id})
 
 
 def _check_protocol(request: Request) -> None:
