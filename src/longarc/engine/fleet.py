@@ -106,6 +106,10 @@ class Fleet:
                 f"no engine took requests for {self._config.patience_s:g} s: {states}"
             ) from error
 
+    def touch(self, session_id: str) -> None:
+        """A session is being sampled: it counts as live however long that takes."""
+        self._placement.touch(session_id)
+
     def suspect(self, worker: Worker, error: LongArcError) -> None:
         """A request was lost on an engine: look at it before anything else is sent there."""
         if worker.state is WorkerState.SERVING:
@@ -128,12 +132,13 @@ class Fleet:
             if len(errors) == len(asked):
                 raise self._not_updated(errors, policy_version)
             self._weights = weights
-            for worker in list(self.serving):
-                if worker not in asked:  # it came back meanwhile, with the weights of before
-                    self._leave(worker, WorkerState.JOINING, "new weights came")
             for worker, error in errors.items():
                 lost = isinstance(error, EngineLostError)
                 self._leave(worker, WorkerState.SUSPECT if lost else WorkerState.STALE, str(error))
+            for worker in list(self.serving):
+                # It came back meanwhile, and was given those of before.
+                if worker.taken is None or worker.taken[1] != policy_version:
+                    self._leave(worker, WorkerState.JOINING, "newer weights came")
 
     def _not_updated(
         self, errors: Mapping[Worker, LongArcError | None], version: int

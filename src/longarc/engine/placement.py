@@ -80,6 +80,13 @@ class Placement(Generic[Place]):
         for key in gone:
             del self._sessions[key]
 
+    def touch(self, session_id: str) -> None:
+        """A session shows that it is live; one that is not known is fine."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.seen_at_s = self._clock()
+            self._sessions.move_to_end(session_id)
+
     def place(self, session_id: str, *, excluded: Collection[Place] = ()) -> Place | None:
         """Return where a session goes, and remember it.
 
@@ -94,8 +101,7 @@ class Placement(Generic[Place]):
         self._forget_idle(now_s)
         session = self._sessions.get(session_id)
         if session is not None and session.place not in excluded:
-            session.seen_at_s = now_s
-            self._sessions.move_to_end(session_id)
+            self.touch(session_id)
             return session.place
         if session is not None:
             self._drop(session_id)

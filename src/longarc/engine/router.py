@@ -203,6 +203,7 @@ class Router:
                     if piece is None:
                         raise EngineLostError(f"{worker.name}: the stream ended before its end")
                     worker.traffic.succeeded()
+                    self._fleet.touch(session_id)
                     if piece.finish_reason == "cancelled":
                         if piece.token_ids:
                             yield kept.add(replace(piece, finish_reason=None))

@@ -99,7 +99,7 @@ def _check(
     address: str, server: EngineDescription, loaded: Loaded, *, max_context_tokens: int
 ) -> None:
     """Refuse a server that would sample from something else than the stage trains."""
-    model = loaded.manifest.model
+    model = loaded.model.config.model_dump(mode="json")
     different = sorted(
         key for key in {*model, *server.model} if model.get(key) != server.model.get(key)
     )

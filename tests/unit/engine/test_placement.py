@@ -52,6 +52,19 @@ def test_an_idle_session_is_forgotten_and_finds_its_way_back():
     assert places.place("s") == first
 
 
+def test_a_session_that_is_being_sampled_counts_however_long_that_takes():
+    clock = Clock()
+    places = placement(2, clock=clock)
+    first = places.place("s")
+    for _ in range(10):
+        clock.now_s += 50.0
+        places.touch("s")
+        places.touch("nobody")
+    places.place("t")
+    assert places.load(first) >= 1
+    assert places.load("w0") + places.load("w1") == 2
+
+
 def breaker(clock):
     return CircuitBreaker(num_failures=2, retry_after_s=1.0, max_retry_after_s=5.0, clock=clock)
 
