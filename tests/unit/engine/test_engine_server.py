@@ -254,7 +254,7 @@ async def test_a_draining_server_ends_what_runs_and_takes_nothing_new():
 
 
 async def test_what_outlasts_the_drain_is_told_to_go_elsewhere():
-    there = FakeWorkerEngine(token_s=0)
+    there = FakeWorkerEngine(token_s=0.05)
     async with connected(there) as (door, engine):
         asked = Sampling(max_new_tokens=6, seed=1, stream_interval_tokens=2)
         stream = engine.stream([1], asked, session_id="s")
