@@ -72,8 +72,11 @@ class RemoteEngine:
                 PROTOCOL_HEADER: str(PROTOCOL_VERSION),
             },
             timeout=httpx.Timeout(answer_timeout_s, connect=connect_timeout_s),
-            # A stream holds its connection; how many there are is bounded by who asks.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # A stream holds its connection; how many there are is bounded by who asks. An idle one is given up
+            # before the server does it (after 5 s), or a request would now and then meet a closed door.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
+            ),
             transport=transport,
             trust_env=False,  # a proxy for the web is none for a server in the next rack
         )

@@ -47,7 +47,7 @@ def test_more_threads_than_cores_are_refused(override, said):
 def test_where_servers_sample_the_trainer_may_have_all_cores():
     servers = 'engine.servers=["http://a:8100"]'
     check_recipe(recipe("quickstart", "trainer_threads=2", servers), is_new=True)
-    with pytest.raises(ResourceError, match="^trainer_threads = 3, but this process may use 2"):
+    with pytest.raises(ResourceError, match=r"^trainer_threads = 3, but this process may use 2"):
         check_recipe(recipe("quickstart", "trainer_threads=3", servers), is_new=True)
 
 
