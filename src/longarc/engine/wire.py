@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import orjson
 
 from longarc.errors import (
+    ContractError,
     EngineBusyError,
     EngineError,
     EngineFaultError,
@@ -190,7 +191,10 @@ def _record(kind: Any, raw: Any, where: str) -> Any:
     values = {name: from_plain(hints[name], raw[name], where=f"{where}.{name}") for name in raw}
     try:
         return kind(**values)
-    except TypeError as error:  # a key without default is missing
+    except (
+        TypeError,
+        ContractError,
+    ) as error:  # a key without default is missing, or a value is none
         raise EngineRequestError(f"{where}: {error}") from error
 
 

@@ -9,6 +9,7 @@ from longarc.config.recipe import Recipe
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
+from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError
 from longarc.pipeline.workspace import Loaded
@@ -29,6 +30,7 @@ def embedded_engine(
     policy_version: int,
     num_threads: int,
     seed: int,
+    token_bytes: TokenBytes | None = None,
 ) -> EmbeddedEngine:
     """Return an engine in this process over a checkpoint's model, which is its own from now on.
 
@@ -40,6 +42,7 @@ def embedded_engine(
         num_threads: compute threads; a run may be served or evaluated on a smaller machine than it was made
             on, so never more than there are cores, which changes no number.
         seed: of requests without one.
+        token_bytes: what stop strings are looked for in; None refuses them.
     """
     return EmbeddedEngine(
         loaded.model,
@@ -48,6 +51,7 @@ def embedded_engine(
         policy_version=policy_version,
         attention=loaded.attention,
         seed=seed,
+        token_bytes=token_bytes,
     )
 
 

@@ -15,14 +15,21 @@ from longarc.config.engine import EngineConfig
 from longarc.config.recipe import Recipe
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.server import DoorSettings, EngineDoor
+from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError
 from longarc.gateway.server import bound_socket
 from longarc.gateway.server import serving as http_serving
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_pretrained_dir
-from longarc.pipeline.workspace import INITIAL_STAGE, Attention, load_checkpoint
+from longarc.pipeline.workspace import (
+    INITIAL_STAGE,
+    TOKENIZER_FILE,
+    Attention,
+    load_checkpoint,
+)
 from longarc.runs.directory import RunDirectory
+from longarc.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,8 @@ class _Served:
     policy_version: int
     config: EngineConfig
     seed: int
+    token_bytes: TokenBytes | None
+    """Of the tokenizer beside the weights; None where there is none, and then stop strings are refused."""
 
 
 async def serve_engine(
@@ -96,6 +105,7 @@ async def serve_engine(
                 policy_version=served.policy_version,
                 attention=served.attention,
                 seed=served.seed + rank,
+                token_bytes=served.token_bytes,
             )
             ranks.append(await opened.enter_async_context(engine))
         door = EngineDoor(
@@ -123,6 +133,7 @@ def _of_directory(directory: Path, settings: EngineServerSettings) -> _Served:
         policy_version=0,
         config=_with_threads(EngineConfig(), _num_cores(), settings),
         seed=0,
+        token_bytes=_token_bytes(directory),
     )
 
 
@@ -149,6 +160,7 @@ def _of_run(run_dir: Path, recipe: Recipe, settings: EngineServerSettings) -> _S
         policy_version=loaded.manifest.policy_version,
         config=_with_threads(recipe.engine, min(recipe.threads, _num_cores()), settings),
         seed=recipe.seed,
+        token_bytes=_token_bytes(run_dir),
     )
 
 
@@ -156,6 +168,11 @@ def _with_threads(
     config: EngineConfig, num_cores: int, settings: EngineServerSettings
 ) -> EngineConfig:
     return config.model_copy(update={"num_threads": max(1, num_cores // settings.num_ranks)})
+
+
+def _token_bytes(directory: Path) -> TokenBytes | None:
+    path = directory / TOKENIZER_FILE
+    return Tokenizer.load(path).token_bytes if path.exists() else None
 
 
 def _num_cores() -> int:

@@ -78,6 +78,7 @@ def test_log_probabilities_come_back_bit_for_bit(values):
         (Sampling, b"{}", "max_new_tokens"),
         (Sampling, b'{"max_new_tokens": 1, "temprature": 2}', "unknown key 'temprature', allowed"),
         (Sampling, b'{"max_new_tokens": true}', r"Sampling.max_new_tokens: 'True' is not"),
+        (Sampling, b'{"max_new_tokens": 0}', "has to be at least 1"),
         (Sampling, b'{"max_new_tokens": 1.5}', "Sampling.max_new_tokens"),
         (Sampling, b'{"max_new_tokens": 1, "top_p": "1"}', "top_p: '1' is not a number"),
         (Sampling, b'{"max_new_tokens": 1, "stop_ids": [1, "2"]}', "stop_ids"),

@@ -72,6 +72,30 @@ async def test_without_the_position_the_rest_would_draw_the_first_numbers_again(
     assert rest != whole[17:]
 
 
+async def test_a_stop_string_that_began_elsewhere_is_found():
+    def token_bytes(token_id: int) -> bytes:
+        return bytes([48 + token_id])
+
+    settings = EngineConfig(num_slots=16, max_running=8)
+    async with EmbeddedEngine(
+        build_model(NANO, seed=0), settings, max_context_tokens=128, token_bytes=token_bytes
+    ) as engine:
+        whole, _ = await complete(engine)
+        stop = b"".join(map(token_bytes, whole[15:19])).decode()
+        stopped, _ = await complete(engine, session="t", stop_strings=(stop,))
+        assert stopped == whole[:19]
+        rest, _ = await complete(
+            engine,
+            [*PROMPT, *whole[:17]],
+            max_new_tokens=23,
+            num_sampled_before=17,
+            stop_strings=(stop,),
+        )
+        assert rest == whole[17:19]
+        with pytest.raises(EngineRequestError, match="are to be the end of a prompt that has 4"):
+            await complete(engine, num_sampled_before=5)
+
+
 async def test_an_engine_that_closes_under_its_requests_loses_none():
     async with make_engine() as alone:
         expected = [await complete(alone, session=f"s{i}", seed=i) for i in range(12)]
