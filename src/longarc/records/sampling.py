@@ -42,7 +42,7 @@ class Sampling:
     """Whether each piece also has the log-probabilities at temperature 1 over the whole vocabulary."""
     stream_interval_tokens: int = 0
     """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
-    change and at the end, which costs the engine least."""
+    change and at the end, which costs the engine least. A router hands over more pieces than that."""
     seed: int | None = None
     """Makes the completion reproducible for the same weights; None draws a seed from the engine's stream."""
     num_sampled_before: int = 0
