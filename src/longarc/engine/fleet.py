@@ -90,6 +90,11 @@ class Fleet:
                 return worker
             await self.any_serving()
 
+    async def all_looked_at(self) -> None:
+        """Wait until each engine was asked once how it is, whatever it said."""
+        for worker in self.workers:
+            await worker.looked_at.wait()
+
     async def any_serving(self) -> None:
         """Wait until an engine takes requests.
 
@@ -199,6 +204,7 @@ class Fleet:
         while True:
             worker.wake.clear()
             await self._look_at(worker)
+            worker.looked_at.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(worker.pause_s):
                     await worker.wake.wait()

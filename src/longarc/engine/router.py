@@ -77,6 +77,12 @@ class Router:
             for worker in self._fleet.workers
         ]
         self._is_open = True
+        try:
+            # Or the first to answer would get all sessions of the beginning.
+            await self._fleet.all_looked_at()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(

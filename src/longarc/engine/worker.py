@@ -59,6 +59,8 @@ class Worker:
         """Requests of the router that run on it."""
         self.wake = asyncio.Event()
         """Set when it is to be looked at before the next heartbeat."""
+        self.looked_at = asyncio.Event()
+        """Set once it was asked how it is."""
         self.taken: tuple[str, int] | None = None
         """Instance and policy version of the weights that the router last gave it."""
         self._serving_since_s = clock()

@@ -170,6 +170,7 @@ def test_an_engine_that_refuses_new_weights_serves_no_more_and_what_it_ran_goes_
                 old = busiest(engines)
                 old.refuses = WeightsRefusedError("another model")
                 await engine.update_weights(NEW, policy_version=1)
+                assert WorkerState.STALE in states(engine)
             pieces = running.result()
             assert ids_of(pieces) == expected(3, 400)
             assert [p.policy_version for p in pieces] == sorted(p.policy_version for p in pieces)
@@ -180,6 +181,45 @@ def test_an_engine_that_refuses_new_weights_serves_no_more_and_what_it_ran_goes_
             await asyncio.sleep(31)
             assert states(engine) == [WorkerState.SERVING] * 2
             assert old.updates == [("/weights/new", 1)]
+
+    run_virtual(main())
+
+
+def test_an_engine_that_dies_during_an_update_is_out_when_the_update_returns():
+    async def main():
+        engines = workers(2)
+        first = next(iter(engines.values()))
+        async with router(engines) as engine:
+            first.die()
+            await engine.update_weights(NEW, policy_version=1)
+            assert states(engine) == [WorkerState.SUSPECT, WorkerState.SERVING]
+
+    run_virtual(main())
+
+
+def test_an_engine_that_somebody_else_gave_weights_gets_the_current_ones_again():
+    async def main():
+        engines = workers(2)
+        first = next(iter(engines.values()))
+        async with router(engines) as engine:
+            await engine.update_weights(NEW, policy_version=1)
+            first.policy_version = 99
+            await asyncio.sleep(2)
+            assert first.updates == [("/weights/new", 1)] * 2
+            assert states(engine) == [WorkerState.SERVING] * 2
+
+    run_virtual(main())
+
+
+def test_sessions_of_the_beginning_are_spread_over_all_that_are_well():
+    async def main():
+        engines = workers(4)
+        list(engines.values())[3].hang()
+        async with router(engines, heartbeat_timeout_s=2.0) as engine:
+            assert asyncio.get_running_loop().time() == 2.0
+            for i in range(12):
+                await complete(engine, session=f"s{i}", num=1)
+        assert [len(worker.sessions) > 1 for worker in engines.values()] == [True] * 3 + [False]
 
     run_virtual(main())
 
