@@ -1,5 +1,6 @@
 """What a stage asks of the servers that its recipe names."""
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from fakes import FakeWorkerEngine
 from longarc.config.engine import EngineConfig
 from longarc.config.loader import load_settings
 from longarc.config.recipe import Recipe
+from longarc.engine.remote import RemoteEngine
 from longarc.engine.server import DoorSettings, EngineDoor
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError, EngineLostError
 from longarc.gateway.server import bound_socket, serving
 from longarc.models.build import build_model
-from longarc.models.hf_weights import save_weights
+from longarc.models.hf_weights import save_pretrained_dir, save_weights
 from longarc.pipeline.engines import engine_servers
 from longarc.pipeline.serve_engine import EngineServerSettings, serve_engine
 from longarc.pipeline.workspace import load_checkpoint
@@ -143,6 +145,28 @@ async def test_a_server_that_is_not_there_stops_the_stage(recipe, loaded, monkey
 async def test_a_run_says_what_of_it_can_be_served(run, recipe, change, message):
     with pytest.raises(ConfigError, match=message):
         await serve_engine(run, recipe, replace(SERVER, **change), stop=None, on_ready=print)
+
+
+async def test_a_hugging_face_directory_is_served(tmp_path):
+    model = build_model(small_glm(), seed=0)
+    save_pretrained_dir(model, tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, attention="sparse", num_ranks=2)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+        )
+        async with RemoteEngine(await ready, api_key="k", rank=1) as engine:
+            described = await engine.describe()
+            scores = await engine.score([1, 2, 3])
+        stop.set()
+    assert described.model == model.config.model_dump(mode="json")
+    assert (described.attention, described.max_context_tokens, described.num_ranks) == (
+        "sparse",
+        64,
+        2,
+    )
+    assert len(scores) == 3
 
 
 async def test_a_hugging_face_directory_has_no_stages(tmp_path):
