@@ -281,6 +281,48 @@ def test_weights_that_come_while_an_engine_joins_reach_it():
     run_virtual(main())
 
 
+def test_an_engine_that_comes_back_during_an_update_serves_no_older_weights_after_it():
+    async def main():
+        engines = workers(3)
+        first, second, _ = engines.values()
+        async with router(engines) as engine:
+            await engine.update_weights(NEW, policy_version=1)
+            first.die()
+            await asyncio.sleep(5)
+            second.token_s = 5.0  # the update takes that long
+            async with asyncio.TaskGroup() as tasks:
+                update = tasks.create_task(engine.update_weights(NEWER, policy_version=2))
+                await asyncio.sleep(0.1)
+                first.start_anew()
+                await asyncio.sleep(4)
+                assert states(engine) == [WorkerState.SERVING] * 3
+                assert first.policy_version == 1
+                await update
+                assert states(engine) == [WorkerState.JOINING] + [WorkerState.SERVING] * 2
+            second.token_s = 0.01
+            await asyncio.sleep(1)
+            assert states(engine) == [WorkerState.SERVING] * 3
+            assert [worker.policy_version for worker in engines.values()] == [2, 2, 2]
+
+    run_virtual(main())
+
+
+def test_a_request_that_gets_on_outlives_any_number_of_engines():
+    async def main():
+        engines = workers(2)
+        async with router(engines, max_resumes=1) as engine, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(complete(engine, num=2000))
+            for _ in range(4):
+                await asyncio.sleep(2)
+                victim = busiest(engines)
+                victim.die()
+                await asyncio.sleep(2)
+                victim.start_anew()
+        assert ids_of(running.result()) == expected(3, 2000)
+
+    run_virtual(main())
+
+
 def test_an_engine_that_says_it_is_well_and_loses_every_request_is_given_up():
     async def main():
         engines = workers(2)
