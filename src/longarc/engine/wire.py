@@ -148,6 +148,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        # Ids and log-probabilities are most of what is sent; they need no look at each by itself.
+        kinds = set(map(type, value))
+        if kinds <= {int} or (kinds <= {float} and all(map(math.isfinite, value))):
+            return list(value)
         return [plain(item) for item in value]
     raise TypeError(f"{value!r} of type {type(value).__name__} has no form in JSON")
 
@@ -218,8 +222,7 @@ def _one_of(kinds: tuple[Any, ...], raw: Any, where: str) -> Any:
 
 def _tuple(items: tuple[Any, ...], raw: list[Any], where: str) -> tuple[Any, ...]:
     if len(items) == 2 and items[1] is Ellipsis:
-        # Ids are most of what is sent; they need no look at each by itself.
-        if items[0] is int and set(map(type, raw)) <= {int}:
+        if items[0] in (int, float) and set(map(type, raw)) <= {items[0]}:
             return tuple(raw)
         return tuple(from_plain(items[0], item, where=where) for item in raw)
     if len(items) != len(raw):
