@@ -104,9 +104,11 @@ def weights(path: Path, *, seed: int) -> WeightSource:
     return WeightSource(path=str(path), sha256=file_sha256(path))
 
 
-async def sampled(engine, index: int, *, num_tokens: int = NUM_TOKENS):
-    """Return ids, log-probabilities and versions of one completion."""
-    asked = Sampling(max_new_tokens=num_tokens, seed=index, temperature=0.9)
+async def sampled(engine, index: int, *, num_tokens: int | None = None):
+    """Return ids, log-probabilities and versions of one completion; few are of equal length."""
+    asked = Sampling(
+        max_new_tokens=num_tokens or NUM_TOKENS + index % 40, seed=index, temperature=0.9
+    )
     ids, logprobs, versions = [], [], []
     async for piece in engine.stream([1, 2, index % 60], asked, session_id=f"session {index}"):
         ids.extend(piece.token_ids)
@@ -163,9 +165,10 @@ async def test_a_killed_server_loses_none_of_two_hundred_running_sequences(serve
             num_open = {worker.engine: worker.num_open for worker in router._fleet.workers}
             first.send_signal(signal.SIGKILL)
         assert (await b.health()).num_running == 0
-    assert sum(num_open.values()) >= NUM_RUNNING - 1
+    assert sum(num_open.values()) > 0.9 * NUM_RUNNING
     assert num_open[a] > 0.3 * NUM_RUNNING
     results = [task.result() for task in running]
+    assert [len(ids) for ids, _, _ in results] == [NUM_TOKENS + i % 40 for i in range(NUM_REQUESTS)]
     expected = await undisturbed()
     assert [ids for ids, _, _ in results] == [ids for ids, _, _ in expected]
     assert {v for _, _, versions in results for v in versions} == {3}
