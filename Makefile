@@ -14,7 +14,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers integration clean
+.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ bench-async: $(STAMP_DEV) ## asynchronous against synchronous RL, from the run i
 
 bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/drafts.py --run $(RUN_DIR) $(BENCH)
+
+bench-router: $(STAMP_DEV) ## where sessions go at 64 engines, beside round robin and least-loaded
+	@$(BIN)/python benchmarks/router.py $(BENCH)
 
 kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
 	@$(BIN)/python benchmarks/kill_test.py $(BENCH)

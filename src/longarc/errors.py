@@ -10,7 +10,11 @@
      +-- ResourceError      the machine lacks something: disk, memory, a tool, a permission
      |    +-- SandboxError      a sandbox could not be started or was lost
      +-- EngineError        the engine cannot answer: it is stopped, overloaded or produced no number
-     |    +-- EngineFaultError  the engine computed something that is not a number
+     |    +-- EngineFaultError    the engine computed something that is not a number
+     |    +-- EngineRequestError  no engine with this model can answer the request: fix the request
+     |    +-- EngineBusyError     too many requests wait already: send it later, or to another engine
+     |    +-- EngineLostError     the engine stopped, drains or cannot be reached: another one can go on
+     |    +-- WeightsRefusedError the announced weights cannot be loaded: the old ones stay
      +-- StalledError       nothing moves any more; the message names what everybody waits for
      +-- RolloutError       one rollout failed through its environment; becomes an Outcome, never stops a run
 
@@ -55,6 +59,22 @@ class EngineError(LongArcError):
 
 class EngineFaultError(EngineError):
     """The engine computed logits that are not finite: its answer means nothing."""
+
+
+class EngineRequestError(EngineError):
+    """The request itself is wrong: too long, unknown ids, malformed; no engine will answer it."""
+
+
+class EngineBusyError(EngineError):
+    """The engine's queue is full; the same request may be answered later or elsewhere."""
+
+
+class EngineLostError(EngineError):
+    """The engine stopped, drains or cannot be reached; another engine can go on with the request."""
+
+
+class WeightsRefusedError(EngineError):
+    """Weights were announced that do not match their digest or the model; those in use stay."""
 
 
 class StalledError(LongArcError):

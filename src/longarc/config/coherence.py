@@ -194,6 +194,8 @@ def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -
     room = engine.max_running + engine.max_waiting
     for name, stage in stages.items():
         if isinstance(stage, RlConfig | DistillConfig):
+            if engine.servers:
+                continue  # their queues are their own; a full one pushes back
             key, wanted = "loop.max_concurrent_rollouts", stage.loop.max_concurrent_rollouts
         elif isinstance(stage, EvalConfig):
             key, wanted = "max_concurrent_rollouts", stage.max_concurrent_rollouts

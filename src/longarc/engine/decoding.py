@@ -38,7 +38,7 @@ def decode(
     starts = [slot.length for slot in slots]
     samplings = [request.sampling for request in requests]
     seeds = [request.seed for request in requests]
-    positions = [request.num_sampled for request in requests]
+    positions = [request.draw_position for request in requests]
     tokens_B = torch.tensor([request.last_token for request in requests])
     if isinstance(cache, NativeDecoder) and is_plain(samplings):
         num_steps = min(max_steps, *(request.num_until_handover for request in requests))
@@ -63,7 +63,7 @@ def drawn(logits_BV: Float[Tensor, "B V"], requests: Sequence[Request]) -> Drawn
         logits_BV,
         [request.sampling for request in requests],
         seeds=[request.seed for request in requests],
-        positions=[request.num_sampled for request in requests],
+        positions=[request.draw_position for request in requests],
     )
     return Drawn(
         sampled.tokens[None],

@@ -85,9 +85,9 @@ def _check_cores(recipe: Recipe) -> None:
         isinstance(stage, RlConfig | DistillConfig) and stage.trainer_process
         for stage in recipe.stages.values()
     ):
-        wanted["engine.num_threads + trainer_threads"] = (
-            recipe.engine.num_threads + recipe.trainer_threads
-        )
+        beside = 0 if recipe.engine.servers else recipe.engine.num_threads
+        what = "engine.num_threads + trainer_threads" if beside else "trainer_threads"
+        wanted[what] = beside + recipe.trainer_threads
     for what, number in wanted.items():
         if number > cores:
             raise ResourceError(
