@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from longarc.config.engine import EngineConfig
-from longarc.config.recipe import Recipe
+from longarc.config.recipe import INITIAL, Recipe
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.server import DoorSettings, EngineDoor
 from longarc.engine.stop_strings import TokenBytes
@@ -23,7 +23,6 @@ from longarc.gateway.server import serving as http_serving
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_pretrained_dir
 from longarc.pipeline.workspace import (
-    INITIAL_STAGE,
     TOKENIZER_FILE,
     Attention,
     load_checkpoint,
@@ -144,7 +143,7 @@ def _of_run(run_dir: Path, recipe: Recipe, settings: EngineServerSettings) -> _S
         )
     run = RunDirectory.look(run_dir)
     trained = [name for name, stage in recipe.stages.items() if stage.kind != "eval"]
-    finals = {name: run.stage(name).final() for name in (INITIAL_STAGE, *trained)}
+    finals = {name: run.stage(name).final() for name in (INITIAL, *trained)}
     finished = {name: path for name, path in finals.items() if path is not None}
     stage = settings.stage or next(reversed(finished), None)
     if stage not in finished:
