@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from longarc.config.engine import EngineConfig
+from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.index_share import check_sharing, kinds_of
 from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, ModelConfig
 from longarc.config.stages import (
@@ -173,7 +173,7 @@ def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
             )
 
 
-def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -> None:
+def check_engine_fits(engine: AnyEngineConfig, stages: Mapping[str, StageConfig]) -> None:
     """Refuse stages that start more rollouts than the engine takes requests.
 
     Raises:

@@ -1,6 +1,6 @@
 """Settings of the embedded rollout engine."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ from longarc.config.settings import Settings
 class EngineConfig(Settings):
     """How completions are sampled on this machine."""
 
+    kind: Literal["embedded"] = "embedded"
+    """LongArc's own engine, in its own process."""
     num_slots: int = Field(96, ge=1)
     """Sequences whose cache is kept at one time, running and idle ones [sequences]."""
     max_running: int = Field(64, ge=1)
