@@ -76,9 +76,17 @@ class FakeEngine:
                         else self.policy_version
                     ),
                     finish_reason=finish if is_done else None,
+                    kept_ids=self._kept_ids(part, sampling),
                 )
         finally:
             self.num_cancelled += not is_done
+
+    @staticmethod
+    def _kept_ids(part: Sequence[int], sampling: Sampling) -> tuple[tuple[int, ...], ...]:
+        """Say that each token was drawn from itself and the one behind it."""
+        if not sampling.returns_kept_ids:
+            return ()
+        return tuple((i, i + 1) if sampling.is_truncated else () for i in part)
 
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         return [0.0] + [-1.0 / temperature] * (len(token_ids) - 1)

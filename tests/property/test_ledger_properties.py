@@ -29,15 +29,20 @@ def any_segment(draw):
     length = draw(st.integers(0, 40))
     sampled = draw(st.lists(st.booleans(), min_size=length, max_size=length))
     trained = [s and draw(st.booleans()) for s in sampled]
+    token_ids = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=length, max_size=length))
+    # What a token was drawn from holds the token itself.
+    kept = [
+        (i, draw(st.integers(0, 99))) if s and draw(st.booleans()) else ()
+        for i, s in zip(token_ids, sampled, strict=True)
+    ]
     exact = st.floats(max_value=0, allow_nan=False, width=draw(st.sampled_from([32, 64])))
     return Segment(
-        token_ids=tuple(
-            draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=length, max_size=length))
-        ),
+        token_ids=tuple(token_ids),
         is_sampled=tuple(sampled),
         train_mask=tuple(trained),
         behaviour_logprobs=tuple(draw(exact) if s else 0.0 for s in sampled),
         policy_versions=tuple(draw(st.integers(0, 2**40)) if s else -1 for s in sampled),
+        kept_ids=draw(st.sampled_from([None, tuple(kept)])),
         kind=draw(st.sampled_from(list(SegmentKind))),
         order=draw(st.integers(0, 9)),
         parent=draw(st.none() | st.integers(0, 9)),

@@ -260,6 +260,12 @@ class RolloutConfig(Settings):
 
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; training scores under the same one."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that reach this share; training scores among the same tokens, which are recorded."""
+    top_k: int = Field(0, ge=0)
+    """Draw from so many of the likeliest tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Draw from tokens with at least this share of the likeliest one's probability; 0 keeps all."""
     max_new_tokens: int = Field(96, ge=1)
     """Budget of one turn [tokens]."""
     max_context_tokens: int = Field(1024, ge=16)

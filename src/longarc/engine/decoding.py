@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from longarc.engine.request import Request
 from longarc.engine.sampler import is_plain, sample, uniforms
@@ -52,7 +54,21 @@ def decode(
     hidden = model.extend(
         tokens_B, indices, starts, [1] * len(requests), cache, attention=attention
     )
-    tokens, logprobs, is_finite = sample(
-        model.logits(hidden, cache), samplings, seeds=seeds, positions=positions
+    return drawn(model.logits(hidden, cache), requests)
+
+
+def drawn(logits_BV: Float[Tensor, "B V"], requests: Sequence[Request]) -> Drawn:
+    """Draw the next token of each request."""
+    sampled = sample(
+        logits_BV,
+        [request.sampling for request in requests],
+        seeds=[request.seed for request in requests],
+        positions=[request.num_sampled for request in requests],
     )
-    return Drawn(tokens[None], logprobs[None], is_finite)
+    return Drawn(
+        sampled.tokens[None],
+        sampled.logprobs[None],
+        sampled.is_finite,
+        kept_ids=sampled.kept_ids,
+        raw_logprobs=sampled.raw_logprobs.tolist(),
+    )

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 
 from longarc.config.engine import EngineConfig
-from longarc.engine.decoding import decode
+from longarc.engine.decoding import decode, drawn
 from longarc.engine.request import Request
-from longarc.engine.sampler import sample
 from longarc.engine.slots import Slot, SlotTable
+from longarc.engine.stop_strings import StopStrings, TokenBytes
 from longarc.errors import ContractError, EngineError, EngineFaultError, LongArcError, boundary
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_weights
@@ -74,8 +74,22 @@ class EmbeddedEngine:
         policy_version: int = 0,
         attention: Literal["dense", "sparse"] = "sparse",
         seed: int = 0,
+        token_bytes: TokenBytes | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Take over ``model``.
+
+        Args:
+            model: is only read, but for new weights.
+            config: see the fields.
+            max_context_tokens: longest prompt and completion together [tokens].
+            policy_version: version [optimizer steps] of the weights.
+            attention: how the model was trained to attend.
+            seed: of the completions that bring none.
+            token_bytes: of the tokenizer; without it stop strings are refused.
+            clock: monotonic [seconds].
+        """
+        self._token_bytes = token_bytes
         self._model = model.eval().requires_grad_(False)
         self._config = config
         self._max_context_tokens = max_context_tokens
@@ -193,8 +207,11 @@ class EmbeddedEngine:
             raise EngineError("the engine is not running; enter it with `async with` first")
         if not prompt_ids:
             raise EngineError("the prompt is empty; send at least one token")
-        if sampling.max_new_tokens < 1:
-            raise EngineError(f"max_new_tokens={sampling.max_new_tokens} must be at least 1")
+        if sampling.stop_strings and self._token_bytes is None:
+            raise EngineError(
+                f"stop_strings={list(sampling.stop_strings)} need the text of tokens, which this engine was not "
+                f"given; send stop_ids, or open the engine with token_bytes"
+            )
         needed = len(prompt_ids) + sampling.max_new_tokens
         if needed > self._max_context_tokens:
             raise EngineError(
@@ -220,6 +237,8 @@ class EmbeddedEngine:
             else self._seed * 1_000_003 + self._num_requests
         )
         request = Request(prompt=prompt, sampling=sampling, session_id=session_id, seed=seed)
+        if sampling.stop_strings and self._token_bytes is not None:
+            request.stop_strings = StopStrings(sampling.stop_strings, self._token_bytes)
         self._waiting.append(request)
         self._notify()
         return request
@@ -414,27 +433,20 @@ class EmbeddedEngine:
         self._record_all(requests, drawn)
 
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
-        tokens, logprobs, is_finite = sample(
-            self._model.logits(hidden, self._cache),
-            [request.sampling for request in requests],
-            seeds=[request.seed for request in requests],
-            positions=[request.num_sampled for request in requests],
-        )
-        self._record_all(requests, Drawn(tokens[None], logprobs[None], is_finite))
+        self._record_all(requests, drawn(self._model.logits(hidden, self._cache), requests))
 
     def _record_all(self, requests: list[Request], drawn: Drawn) -> None:
         self._counters.sampled += drawn.tokens.numel()
-        for request, token_ids, logprobs, is_finite in zip(
-            requests,
-            drawn.tokens.T.tolist(),
-            drawn.logprobs.T.tolist(),
-            drawn.is_finite.tolist(),
-            strict=True,
-        ):
-            if is_finite:
-                self._record(request, token_ids, logprobs)
+        all_tokens, all_logprobs = drawn.tokens.T.tolist(), drawn.logprobs.T.tolist()
+        for index, request in enumerate(requests):
+            token_ids, logprobs = all_tokens[index], all_logprobs[index]
+            if bool(drawn.is_finite[index]):
+                kept = drawn.kept_ids[index : index + 1]
+                raw = drawn.raw_logprobs[index : index + 1]
+                self._record(request, token_ids, logprobs, kept, raw)
                 continue
-            self._record(request, token_ids[:-1], logprobs[:-1])
+            # Only native steps make several, and they neither leave tokens out nor tell raw log-probabilities.
+            self._record(request, token_ids[:-1], logprobs[:-1], (), ())
             self._finish(
                 request,
                 EngineFaultError(
@@ -443,21 +455,23 @@ class EmbeddedEngine:
                 ),
             )
 
-    def _record(self, request: Request, token_ids: list[int], logprobs: list[float]) -> None:
+    def _record(
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[float],
+        kept_ids: Sequence[tuple[int, ...]],
+        raw_logprobs: Sequence[float],
+    ) -> None:
         """Note what was sampled; only the last of the tokens can end the completion."""
         if not token_ids:
             return
         request.unsent_version = self._version
-        request.unsent_ids.extend(token_ids)
-        request.unsent_logprobs.extend(logprobs)
-        request.num_sampled += len(token_ids)
-        request.last_token = token_ids[-1]
-        sampling = request.sampling
-        if request.last_token in sampling.stop_ids:
-            self._finish(request, "stop")
-        elif request.num_sampled >= sampling.max_new_tokens:
-            self._finish(request, "length")
-        elif len(request.unsent_ids) >= sampling.stream_interval_tokens > 0:
+        request.note(token_ids, logprobs, kept_ids, raw_logprobs)
+        ending = request.ending()
+        if ending is not None:
+            self._finish(request, ending)
+        elif len(request.unsent_ids) >= request.sampling.stream_interval_tokens > 0:
             self._send(request, None)
 
     def _finish(self, request: Request, ending: FinishReason | EngineError) -> None:
@@ -468,16 +482,8 @@ class EmbeddedEngine:
     def _send(self, request: Request, ending: FinishReason | EngineError | None) -> None:
         """Hand over what was sampled since the last piece; called from the worker and the event loop."""
         if request.unsent_ids or isinstance(ending, str):
-            piece = SampledTokens(
-                token_ids=tuple(request.unsent_ids),
-                logprobs=tuple(request.unsent_logprobs),
-                policy_version=request.unsent_version,
-                finish_reason=ending if isinstance(ending, str) else None,
-                num_cached_tokens=0 if request.has_sent else request.num_cached,
-            )
-            request.has_sent = True
-            request.unsent_ids, request.unsent_logprobs = [], []
-            self._deliver(request, piece)
+            reason = ending if isinstance(ending, str) else None
+            self._deliver(request, request.piece(request.unsent_version, reason))
         if isinstance(ending, EngineError):
             self._deliver(request, ending)
 

@@ -1,11 +1,13 @@
 """One completion on its way through the engine."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from longarc.engine.slots import Ids, Slot
+from longarc.engine.stop_strings import StopStrings
 from longarc.errors import ContractError, EngineError
-from longarc.records.sampling import SampledTokens, Sampling
+from longarc.records.sampling import FinishReason, SampledTokens, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -24,9 +26,55 @@ class Request:
     last_token: int = -1
     unsent_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[float] = field(default_factory=list)
+    unsent_kept: list[tuple[int, ...]] = field(default_factory=list)
+    unsent_raw: list[float] = field(default_factory=list)
     unsent_version: int = 0
+    stop_strings: StopStrings | None = None
     has_sent: bool = False
     is_cancelled: bool = False
+
+    def note(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        kept_ids: Sequence[tuple[int, ...]],
+        raw_logprobs: Sequence[float],
+    ) -> None:
+        """Keep sampled tokens until they are handed over."""
+        self.unsent_ids.extend(token_ids)
+        self.unsent_logprobs.extend(logprobs)
+        if self.sampling.returns_kept_ids:
+            # Steps that keep the whole vocabulary do not say so.
+            self.unsent_kept.extend(kept_ids or [()] * len(token_ids))
+        if self.sampling.returns_raw_logprobs:
+            self.unsent_raw.extend(raw_logprobs)
+        self.num_sampled += len(token_ids)
+        self.last_token = token_ids[-1]
+
+    def piece(self, version: int, finish_reason: FinishReason | None) -> SampledTokens:
+        """Return what is to be handed over, and forget it."""
+        piece = SampledTokens(
+            token_ids=tuple(self.unsent_ids),
+            logprobs=tuple(self.unsent_logprobs),
+            policy_version=version,
+            finish_reason=finish_reason,
+            num_cached_tokens=0 if self.has_sent else self.num_cached,
+            kept_ids=tuple(self.unsent_kept),
+            raw_logprobs=tuple(self.unsent_raw),
+        )
+        self.has_sent = True
+        for unsent in (self.unsent_ids, self.unsent_logprobs, self.unsent_kept, self.unsent_raw):
+            unsent.clear()
+        return piece
+
+    def ending(self) -> FinishReason | None:
+        """Why the newest token ends the completion; None where it does not. Asked once for each token."""
+        is_spelt = self.stop_strings is not None and self.stop_strings.is_completed_by(
+            self.last_token
+        )
+        if is_spelt or self.last_token in self.sampling.stop_ids:
+            return "stop"
+        return "length" if self.num_sampled >= self.sampling.max_new_tokens else None
 
     @property
     def num_missing(self) -> int:

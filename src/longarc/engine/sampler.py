@@ -3,7 +3,9 @@
 Shape letters: B requests, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longarc.algos.truncation import kept_logprobs, kept_tokens
 from longarc.models.kernels.native import native_for
 from longarc.models.kernels.vocabulary import sample_rows
 from longarc.records.sampling import Sampling
@@ -44,30 +47,53 @@ def sampling_logprobs(
 ) -> Float[Tensor, "B V"]:
     """Return the log-probabilities [nats] of the distributions that are sampled from.
 
-    Temperature first, then top-k, then top-p (both keep ties at the boundary), then renormalised.
-    A temperature of zero leaves the plain distribution here; `sample` then takes its maximum.
+    What each field of `Sampling` does to them stands there. A temperature of zero leaves the plain distribution
+    here; `sample` then takes its maximum.
     """
-    temperatures = torch.tensor(
-        [s.temperature if s.temperature > 0 else 1.0 for s in samplings], dtype=torch.float32
-    )
-    logprobs_BV = torch.log_softmax(logits_BV.float() / temperatures[:, None], dim=-1)
-    for row, sampling in enumerate(samplings):
-        if sampling.top_k > 0 or sampling.top_p < 1.0:
-            logprobs_BV[row] = _truncated(logprobs_BV[row], sampling)
+    scaled_BV = logits_BV.float() / _temperatures(samplings)[:, None]
+    logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
+    for rule, rows in _by_truncation(samplings).items():
+        top_k, top_p, min_p = rule
+        is_kept = kept_tokens(scaled_BV[rows], top_k=top_k, top_p=top_p, min_p=min_p)
+        for row, kept in zip(rows, is_kept, strict=True):
+            ids = kept.nonzero()[:, 0]
+            among = kept_logprobs(
+                scaled_BV[row, ids][None], torch.ones(1, len(ids), dtype=torch.bool)
+            )
+            logprobs_BV[row] = -math.inf
+            logprobs_BV[row, ids] = among[0].to(logprobs_BV.dtype)
     return logprobs_BV
 
 
-def _truncated(logprobs: Float[Tensor, " V"], sampling: Sampling) -> Float[Tensor, " V"]:
-    kept = logprobs
-    if 0 < sampling.top_k < len(kept):
-        threshold = kept.topk(sampling.top_k).values[-1]
-        kept = kept.masked_fill(kept < threshold, float("-inf"))
-    if sampling.top_p < 1.0:
-        ordered = torch.softmax(kept, dim=-1).sort(descending=True).values
-        num_kept = int((ordered.cumsum(0) - ordered < sampling.top_p).sum())
-        threshold_probability = ordered[max(num_kept, 1) - 1]
-        kept = kept.masked_fill(torch.softmax(kept, dim=-1) < threshold_probability, float("-inf"))
-    return torch.log_softmax(kept, dim=-1)
+def _temperatures(samplings: Sequence[Sampling]) -> Float[Tensor, " B"]:
+    return torch.tensor(
+        [s.temperature if s.temperature > 0 else 1.0 for s in samplings], dtype=torch.float32
+    )
+
+
+def _by_truncation(samplings: Sequence[Sampling]) -> dict[tuple[int, float, float], list[int]]:
+    """Return the rows of each rule; those that keep every token have none."""
+    rows: dict[tuple[int, float, float], list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        if sampling.is_truncated:
+            rule = (sampling.top_k, sampling.top_p, sampling.min_p)
+            rows.setdefault(rule, []).append(row)
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One token for each request, and what was asked to be known about it."""
+
+    tokens: Int[Tensor, " B"]
+    logprobs: Float[Tensor, " B"]
+    """[nats], under the distribution drawn from."""
+    is_finite: Bool[Tensor, " B"]
+    """Whether the row's logits were; elsewhere its draw means nothing."""
+    kept_ids: tuple[tuple[int, ...], ...]
+    """What each token was drawn from; () where it was the whole vocabulary or nobody asked."""
+    raw_logprobs: Float[Tensor, " B"]
+    """[nats] at temperature 1 over the whole vocabulary; 0 where nobody asked."""
 
 
 def sample(
@@ -76,55 +102,102 @@ def sample(
     *,
     seeds: Sequence[int],
     positions: Sequence[int],
-) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"], Bool[Tensor, " B"]]:
+) -> Sampled:
     """Draw one token per request by inverting its cumulative distribution.
 
-    A token of probability zero is never drawn. Rows whose logits are not finite are reported and
-    their draw means nothing.
+    A token of probability zero is never drawn. Rows whose logits are not finite are reported. A row goes the same
+    way whatever the others ask for, so its numbers do not depend on them.
 
     Args:
         logits_BV: raw logits of the next token.
         samplings: how each request is sampled.
         seeds: seed of each request.
         positions: how many tokens each request has sampled so far.
-
-    Returns:
-        Tokens, their log-probabilities [nats] under the distribution drawn from, and whether the row was finite.
     """
-    if is_plain(samplings) and native_for(logits_BV):
-        return _sample_natively(logits_BV, samplings, seeds, positions)
+    draws_B = torch.from_numpy(uniforms(seeds, positions))
+    tokens_B = torch.zeros(len(samplings), dtype=torch.long)
+    logprobs_B = torch.zeros(len(samplings))
+    is_finite_B = torch.zeros(len(samplings), dtype=torch.bool)
+    kept_ids: list[tuple[int, ...]] = [()] * len(samplings)
+    plain = [i for i, s in enumerate(samplings) if not s.is_truncated]
+    truncated = [i for i, s in enumerate(samplings) if s.is_truncated]
+    for rows in (plain, truncated):
+        if not rows:
+            continue
+        own = [samplings[i] for i in rows]
+        # All rows in their order are the usual case, and need no copy.
+        logits = logits_BV if len(rows) == len(samplings) else logits_BV[rows]
+        is_native = rows is plain and native_for(logits)
+        draw = _drawn_natively if is_native else _drawn
+        tokens_B[rows], logprobs_B[rows], is_finite_B[rows], kept = draw(logits, own, draws_B[rows])
+        for row, ids in zip(rows, kept, strict=False):
+            kept_ids[row] = ids
+    return Sampled(
+        tokens=tokens_B,
+        logprobs=logprobs_B,
+        is_finite=is_finite_B,
+        kept_ids=tuple(kept_ids),
+        raw_logprobs=_raw_logprobs(logits_BV, samplings, tokens_B),
+    )
+
+
+_Draw = tuple[Tensor, Tensor, Tensor, list[tuple[int, ...]]]
+"""Tokens, log-probabilities, whether finite, and the kept ids of each row, or of none."""
+
+
+def _drawn(logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: Tensor) -> _Draw:
     is_finite_B = torch.isfinite(logits_BV).all(dim=-1)
     if not bool(is_finite_B.all()):
         logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
     logprobs_BV = sampling_logprobs(logits_BV, samplings)
     cumulative_BV = logprobs_BV.exp().double().cumsum(dim=-1)
-    draws_B1 = torch.from_numpy(uniforms(seeds, positions))[:, None] * cumulative_BV[:, -1:]
-    tokens_B = torch.searchsorted(cumulative_BV, draws_B1, right=True)[:, 0]
+    tokens_B = torch.searchsorted(
+        cumulative_BV, draws_B[:, None] * cumulative_BV[:, -1:], right=True
+    )[:, 0]
     # Rounding can put a draw on the very end; the last token with any probability is the right one.
     last_B = torch.searchsorted(cumulative_BV, cumulative_BV[:, -1:].contiguous())[:, 0]
     tokens_B = torch.minimum(tokens_B, last_B)
-    is_greedy = [s.temperature == 0 for s in samplings]
     chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    is_greedy = [s.temperature == 0 for s in samplings]
     if any(is_greedy):
         greedy_B = torch.tensor(is_greedy)
         tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), tokens_B)
         chosen_B = chosen_B.masked_fill(greedy_B, 0.0)
-    return tokens_B, chosen_B, is_finite_B
+    kept_ids = [
+        _kept_ids(row) if sampling.returns_kept_ids and sampling.is_truncated else ()
+        for row, sampling in zip(logprobs_BV, samplings, strict=True)
+    ]
+    return tokens_B, chosen_B, is_finite_B, kept_ids
 
 
-def is_plain(samplings: Sequence[Sampling]) -> bool:
-    """Whether temperature is all there is to the distributions."""
-    return all(s.top_k <= 0 and s.top_p >= 1.0 for s in samplings)
+def _kept_ids(logprobs: Float[Tensor, " V"]) -> tuple[int, ...]:
+    is_kept = logprobs > -math.inf
+    return () if bool(is_kept.all()) else tuple(is_kept.nonzero()[:, 0].tolist())
 
 
-def _sample_natively(
-    logits_BV: Tensor, samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn_natively(logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: Tensor) -> _Draw:
     temperatures = [s.temperature for s in samplings]
     # The kernel divides by the temperature in place.
     is_scaled = any(t not in (0.0, 1.0) for t in temperatures)
-    return sample_rows(
+    tokens_B, logprobs_B, is_finite_B = sample_rows(
         logits_BV.clone() if is_scaled else logits_BV.contiguous(),
         torch.tensor(temperatures, dtype=torch.float32),
-        torch.from_numpy(uniforms(seeds, positions)),
+        draws_B,
     )
+    return tokens_B, logprobs_B, is_finite_B, []
+
+
+def _raw_logprobs(
+    logits_BV: Tensor, samplings: Sequence[Sampling], tokens_B: Tensor
+) -> Float[Tensor, " B"]:
+    raw_B = torch.zeros(len(samplings))
+    rows = [i for i, s in enumerate(samplings) if s.returns_raw_logprobs]
+    if rows:
+        whole = torch.log_softmax(logits_BV[rows].float(), dim=-1)
+        raw_B[rows] = whole.gather(1, tokens_B[rows, None])[:, 0]
+    return raw_B
+
+
+def is_plain(samplings: Sequence[Sampling]) -> bool:
+    """Whether the native steps can draw: temperature is all there is to a distribution, and no more is asked for."""
+    return not any(s.is_truncated or s.returns_raw_logprobs or s.stop_strings for s in samplings)

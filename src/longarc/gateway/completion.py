@@ -20,6 +20,8 @@ class Completion:
     version_runs: tuple[tuple[int, int], ...]
     """(policy version [optimizer steps], number of ids), runs of unequal versions."""
     finish_reason: FinishReason
+    kept_ids: tuple[tuple[int, ...], ...] = ()
+    """Of each id, what it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
 
 
 async def collect(
@@ -67,6 +69,7 @@ def _joined(pieces: Sequence[SampledTokens], *, session_id: str) -> Completion:
             f"reason {finish_reason}, which is neither stop nor length; the turn does not count"
         )
     ids, logprobs = id_array(), array("d")
+    kept: list[tuple[int, ...]] = []
     runs: list[tuple[int, int]] = []
     for piece in pieces:
         if len(piece.token_ids) != len(piece.logprobs):
@@ -74,6 +77,12 @@ def _joined(pieces: Sequence[SampledTokens], *, session_id: str) -> Completion:
                 f"session {session_id}: the engine streamed {len(piece.token_ids)} ids with "
                 f"{len(piece.logprobs)} log-probabilities; each id needs one"
             )
+        if len(piece.kept_ids) not in (0, len(piece.token_ids)):
+            raise ContractError(
+                f"session {session_id}: the engine streamed {len(piece.token_ids)} ids and said of "
+                f"{len(piece.kept_ids)} what they were drawn from; it has to say it of each or of none"
+            )
+        kept.extend(piece.kept_ids or [()] * len(piece.token_ids))
         ids.extend(piece.token_ids)
         logprobs.extend(piece.logprobs)
         if not piece.token_ids:
@@ -95,4 +104,5 @@ def _joined(pieces: Sequence[SampledTokens], *, session_id: str) -> Completion:
         logprobs=logprobs,
         version_runs=tuple(runs),
         finish_reason=finish_reason,
+        kept_ids=tuple(kept) if any(kept) else (),
     )

@@ -175,6 +175,7 @@ class GatewaySession:
             finish_reason=completion.finish_reason,
             message=message,
             ids_digest=digest_ids(prompt + completion.sampled_ids),
+            kept_ids=completion.kept_ids,
         )
         # No await from here on: the index is this turn's, and the turn is durable before it is told.
         if self._turn_log is not None:

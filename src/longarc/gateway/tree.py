@@ -48,6 +48,8 @@ class Node:
     """The answer as it was given to the client."""
     ids_digest: bytes
     """Digest of all ids from the root to the end of this turn."""
+    kept_ids: tuple[tuple[int, ...], ...] = ()
+    """Of each sampled id, the ids it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
 
 
 def digest_ids(ids: "array[int]") -> bytes:
@@ -164,11 +166,13 @@ class SessionTree:
         train_mask: list[bool] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        kept: list[tuple[int, ...]] = []
         for node in self._path(tip):
             num_context, num_sampled = len(node.context_ids), len(node.sampled_ids)
             is_sampled += [False] * num_context + [True] * num_sampled
             train_mask += [False] * num_context + [owner[node.index] == order] * num_sampled
             logprobs += [0.0] * num_context + node.logprobs.tolist()
+            kept += [()] * num_context + list(node.kept_ids or [()] * num_sampled)
             versions += [NOT_SAMPLED] * num_context
             for version, length in node.version_runs:
                 versions += [version] * length
@@ -178,6 +182,7 @@ class SessionTree:
             train_mask=tuple(train_mask),
             behaviour_logprobs=tuple(logprobs),
             policy_versions=tuple(versions),
+            kept_ids=tuple(kept) if any(kept) else None,
             order=order,
             parent=parent,
         )

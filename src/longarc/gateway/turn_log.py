@@ -3,7 +3,7 @@
 A payload is UTF-8 JSON with the fields of ``tree.Node``: arrays as lists, digests in hexadecimal,
 log-probabilities in the shortest form that reads back as the same double, the answer as an object of
 ``content``, ``reasoning`` and ``tool_calls`` (lists of id, name, arguments as JSON text, error), and
-``format``, which is 1. It is written before the answer is returned, so whatever a client saw is in the log.
+``format``, which is 1. ``kept_ids`` is there only where sampling left tokens out. It is written before the answer is returned, so whatever a client saw is in the log.
 """
 
 import json
@@ -48,6 +48,8 @@ def encode_turn(node: Node) -> bytes:
             ],
         },
     }
+    if node.kept_ids:
+        head["kept_ids"] = node.kept_ids
     return orjson.dumps(head)
 
 
@@ -76,6 +78,7 @@ def decode_turn(payload: bytes) -> Node:
             version_runs=tuple((version, length) for version, length in data["version_runs"]),
             finish_reason=data["finish_reason"],
             ids_digest=bytes.fromhex(data["ids_digest"]),
+            kept_ids=tuple(tuple(ids) for ids in data.get("kept_ids", ())),
             message=Message(
                 role=Role.ASSISTANT,
                 content=message["content"],

@@ -151,6 +151,7 @@ async def serving(
         policy_version=policy_version,
         attention=loaded.attention,
         seed=workspace.recipe.seed,
+        token_bytes=workspace.tokenizer().token_bytes,
     )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
@@ -173,6 +174,10 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        returns_kept_ids=True,
         stop_ids=gateway.chat_format.stop_ids,
     )
 

@@ -1,30 +1,69 @@
 """What is asked of an engine for one completion, and what it answers token by token."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from longarc.errors import ContractError
+
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
-"""stop: a stop id was sampled (and is part of the completion); length: the token budget ran out."""
+"""stop: a stop id was sampled, or the last token completed a stop string (it is part of the completion); length:
+the token budget ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample one completion. Log-probabilities are always those of this distribution."""
+    """How to sample one completion. Log-probabilities are always those of this distribution.
+
+    Logits are divided by the temperature; top-k keeps the likeliest tokens; of these, top-p keeps the likeliest
+    until they have that share of the probability; of these, min-p keeps those that are likely enough beside the
+    likeliest. Tokens tied with the last one kept are kept too. What is left is normalised again.
+    """
 
     max_new_tokens: int
     """Upper bound of the completion [tokens]."""
     temperature: float = 1.0
     """0 takes the most likely token (lowest id on ties); its log-probability is then 0."""
     top_p: float = 1.0
+    """Share of the probability that the kept tokens reach; above 0, and 1 keeps every token."""
     top_k: int = 0
-    """0 keeps every token."""
+    """Tokens that are kept; 0 keeps every token."""
+    min_p: float = 0.0
+    """Least probability of a kept token, as a share of the likeliest one's; below 1, and 0 keeps every token."""
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the completion; the id is the completion's last token."""
+    stop_strings: tuple[str, ...] = ()
+    """Text that ends the completion as soon as the sampled tokens spell it; the token that completes it is the
+    completion's last one. Only what was sampled is looked at, never the prompt."""
+    returns_kept_ids: bool = False
+    """Whether each piece says which tokens top-k, top-p and min-p left to draw from, so that a trainer can score under
+    the same distribution."""
+    returns_raw_logprobs: bool = False
+    """Whether each piece also has the log-probabilities at temperature 1 over the whole vocabulary."""
     stream_interval_tokens: int = 0
     """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
     change and at the end, which costs the engine least."""
     seed: int | None = None
     """Makes the completion reproducible for the same weights; None draws a seed from the engine's stream."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0, which keeps every token"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("stop_strings", all(self.stop_strings), "without an empty string"),
+            ("stream_interval_tokens", self.stream_interval_tokens >= 0, "at least 0"),
+        )
+        for name, holds, allowed in rules:
+            if not holds:
+                raise ContractError(f"Sampling: {name}={getattr(self, name)!r} has to be {allowed}")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens may be left out of what is drawn from."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +79,11 @@ class SampledTokens:
     """Set on the last piece only."""
     num_cached_tokens: int = 0
     """Prompt tokens served from the prefix cache; set on the first piece."""
+    kept_ids: tuple[tuple[int, ...], ...] = ()
+    """Of each token, the ids it was drawn from, ascending; () where it was the whole vocabulary. Empty where nobody
+    asked."""
+    raw_logprobs: tuple[float, ...] = ()
+    """log-probability [nats] of each token at temperature 1 over the whole vocabulary; empty where nobody asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,9 @@ class Segment:
     """log-probability [nats] under the behaviour policy; 0.0 where not sampled. Length L."""
     policy_versions: tuple[int, ...]
     """Weight version [optimizer steps] that sampled each token; NOT_SAMPLED elsewhere. Length L."""
+    kept_ids: tuple[tuple[int, ...], ...] | None = None
+    """Of each sampled token, the ids it was drawn from, ascending, where top-k, top-p or min-p left some out; ()
+    elsewhere. Length L; None where no token of the segment has any."""
     kind: SegmentKind = SegmentKind.EXEC
     order: int = 0
     """Position of this segment in its trajectory, by time."""
@@ -56,10 +59,17 @@ class Segment:
             "behaviour_logprobs": len(self.behaviour_logprobs),
             "policy_versions": len(self.policy_versions),
         }
+        if self.kept_ids is not None:
+            lengths["kept_ids"] = len(self.kept_ids)
         if len(set(lengths.values())) != 1:
             raise ContractError(f"Segment fields must have one length, got {lengths}")
         if any(map(gt, self.train_mask, self.is_sampled)):
             raise ContractError("Segment trains on a token that the policy did not sample")
+        for token_id, kept in zip(self.token_ids, self.kept_ids or (), strict=False):
+            if kept and token_id not in kept:
+                raise ContractError(
+                    f"Segment has token {token_id}, which is not among the {len(kept)} ids it was drawn from"
+                )
 
     def lag(self, *, trainer_version: int) -> int:
         """Staleness [optimizer steps] of the oldest sampled token; 0 means on-policy."""

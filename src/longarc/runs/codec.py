@@ -13,7 +13,7 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,12 @@ def _segment_to_parts(segment: Segment) -> tuple[dict[str, object], list[bytes]]
     if is_mask_own:
         arrays.append(np.packbits(np.array(segment.train_mask, bool)).tobytes())
     arrays.append(floats)
+    if segment.kept_ids is not None:
+        # Left out where there are none, so that such a record has the bytes it always had.
+        counts = [len(ids) for ids in segment.kept_ids]
+        meta["kept"] = sum(counts)
+        ids = np.fromiter(chain.from_iterable(segment.kept_ids), "<i4", sum(counts))
+        arrays += [_planes(np.array(counts, "<i4")), _planes(ids)]
     return meta, arrays
 
 
@@ -214,12 +220,19 @@ def _segment_from_parts(meta: dict[str, Any], cursor: _Cursor) -> Segment:
         dense[sampled] = logprobs
         logprobs = dense
     versions = tuple(version for version, run in meta["versions"] for _ in range(run))
+    kept_ids = None
+    if "kept" in meta:
+        counts = _unplanes(cursor.take(4 * length), "<i4", length)
+        ids = _unplanes(cursor.take(4 * meta["kept"]), "<i4", meta["kept"]).tolist()
+        ends = counts.cumsum().tolist()
+        kept_ids = tuple(tuple(ids[e - n : e]) for e, n in zip(ends, counts.tolist(), strict=True))
     return Segment(
         token_ids=tuple(token_ids.tolist()),
         is_sampled=tuple(sampled.tolist()),
         train_mask=tuple(trained.tolist()),
         behaviour_logprobs=tuple(logprobs.tolist()),
         policy_versions=versions,
+        kept_ids=kept_ids,
         kind=SegmentKind(meta["kind"]),
         order=meta["order"],
         parent=meta["parent"],

@@ -267,6 +267,7 @@ def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
             segment_order=item.segment.order,
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
+            kept_ids=item.segment.kept_ids,
             advantage=item.advantage,
             token_weight=item.token_weight,
         )

@@ -25,7 +25,7 @@ from longarc.config.training import ActivationConfig
 from longarc.errors import ConfigError, ContractError, boundary
 from longarc.models.activations import Activations
 from longarc.models.decoder_base import Decoder, ForwardOutput
-from longarc.models.projection import token_logprobs
+from longarc.models.kept_projection import scored
 from longarc.trainer.freeze import is_indexer, is_mtp, train_only
 from longarc.trainer.gradients import sum_counts
 from longarc.trainer.packing import Document, MicroBatch, pack_shared
@@ -44,6 +44,8 @@ class PolicyDocument(Document):
     family: str
     behaviour_logprobs: Sequence[float]
     """log mu [nats] of every token, as the engine recorded it; read where a token is trained."""
+    kept_ids: Sequence[Sequence[int]] | None
+    """Of every token, the ids it was drawn from, empty for the whole vocabulary; None where that holds for all."""
     advantage: float
     """Of every trained token; not read where a teacher gives one per token."""
     token_weight: float
@@ -160,11 +162,11 @@ class PolicyObjective:
             attention=self.attention,
             activations=activations,
         )
-        policy, entropy = self._logprobs(model, output, micro_batch, with_entropy=True)
+        policy, entropy = self._logprobs(model, output, micro_batch, documents, with_entropy=True)
         assert entropy is not None
         inputs = _loss_inputs(policy, documents, micro_batch)
         if teacher is not None:
-            scores = self._teacher_logprobs(teacher, micro_batch)
+            scores = self._teacher_logprobs(teacher, micro_batch, documents)
             inputs = replace(
                 inputs, advantages=distillation_advantages(policy, scores.to(policy.dtype))
             )
@@ -199,24 +201,43 @@ class PolicyObjective:
         )
 
     def _logprobs(
-        self, model: Decoder, output: ForwardOutput, micro_batch: MicroBatch, *, with_entropy: bool
+        self,
+        model: Decoder,
+        output: ForwardOutput,
+        micro_batch: MicroBatch,
+        documents: Sequence[PolicyDocument],
+        *,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Project only the rows that predict a trained token."""
-        return token_logprobs(
+        """Project only the rows that predict a trained token, each onto what its token was drawn from."""
+        return scored(
             output.hidden[micro_batch.source_rows],
             model.output_weight,
             micro_batch.target_ids,
+            _kept_ids(documents, micro_batch),
             temperature=self.temperature,
             with_entropy=with_entropy,
         )
 
     @torch.no_grad()
-    def _teacher_logprobs(self, teacher: Decoder, micro_batch: MicroBatch) -> Tensor:
-        """Score each token at the temperature of the rollout."""
+    def _teacher_logprobs(
+        self, teacher: Decoder, micro_batch: MicroBatch, documents: Sequence[PolicyDocument]
+    ) -> Tensor:
+        """Score each token at the temperature of the rollout, among the ids it was drawn from."""
         output: ForwardOutput = teacher(
             micro_batch.token_ids, micro_batch.layout, attention=self.attention
         )
-        return self._logprobs(teacher, output, micro_batch, with_entropy=False)[0]
+        return self._logprobs(teacher, output, micro_batch, documents, with_entropy=False)[0]
+
+
+def _kept_ids(
+    documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+) -> list[Sequence[int]] | None:
+    """Return of each target the ids it was drawn from, empty for all; None where that holds for all targets."""
+    own = [documents[i].kept_ids for i in micro_batch.sequence_indices.tolist()]
+    pairs = zip(own, micro_batch.positions.tolist(), strict=True)
+    kept_ids: list[Sequence[int]] = [() if ids is None else ids[p] for ids, p in pairs]
+    return kept_ids if any(kept_ids) else None
 
 
 def _loss_inputs(

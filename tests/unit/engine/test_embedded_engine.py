@@ -204,7 +204,6 @@ async def test_logits_that_are_not_finite_fault_the_request_and_not_the_engine()
         ([], {}, "empty"),
         ([1] * 150, {}, "max_context_tokens=160"),
         ([64], {}, "tokenizer does not match"),
-        ([1], {"max_new_tokens": 0}, "at least 1"),
     ],
 )
 async def test_impossible_requests_are_refused_with_the_reason(prompt, sampling, message):

@@ -17,7 +17,8 @@ def draw(logits, *, first_seed=0):
         Sampling(max_new_tokens=1, temperature=TEMPERATURES[i % 4]) for i in range(len(logits))
     ]
     seeds = [first_seed + i for i in range(len(logits))]
-    return sample(logits, samplings, seeds=seeds, positions=list(range(len(logits))))
+    sampled = sample(logits, samplings, seeds=seeds, positions=list(range(len(logits))))
+    return sampled.tokens, sampled.logprobs, sampled.is_finite
 
 
 @pytest.mark.parametrize("vocab", [7, 64, 2048, 2050])

@@ -89,3 +89,24 @@ async def test_a_failing_check_closes_the_stream():
     with pytest.raises(EngineError, match="enough"):
         await collected(engine, check)
     assert engine.is_closed
+
+
+async def test_what_tokens_were_drawn_from_is_joined_or_absent():
+    one = SampledTokens(token_ids=(1, 2), logprobs=(-1.0, -1.0), policy_version=0)
+    two = SampledTokens(
+        token_ids=(3,), logprobs=(-1.0,), policy_version=0, kept_ids=((3, 8),), finish_reason="stop"
+    )
+    assert (await collected(Pieces(one, two))).kept_ids == ((), (), (3, 8))
+    assert (await collected(Pieces(piece([1], finish="stop")))).kept_ids == ()
+
+
+async def test_kept_ids_of_some_tokens_of_a_piece_are_refused():
+    odd = SampledTokens(
+        token_ids=(1, 2),
+        logprobs=(-1.0, -1.0),
+        policy_version=0,
+        kept_ids=((1,),),
+        finish_reason="stop",
+    )
+    with pytest.raises(ContractError, match="2 ids and said of 1"):
+        await collected(Pieces(odd))

@@ -97,6 +97,28 @@ async def test_a_conversation_that_only_grew_is_one_segment_that_trains_exactly_
     assert (segment.order, segment.parent) == (0, None)
 
 
+async def test_segments_say_what_each_token_was_drawn_from():
+    engine = FakeEngine([LOOK, DONE])
+    sampling = Sampling(max_new_tokens=99, top_k=2, returns_kept_ids=True)
+    session = opened(engine, sampling=sampling)
+    first = await session.chat([user("q")], tools=[BASH])
+    await session.chat([user("q"), first.message, tool("x")], tools=[BASH])
+    (segment,) = session.segments()
+    expected = [
+        (i, i + 1) if is_sampled else ()
+        for i, is_sampled in zip(segment.token_ids, segment.is_sampled, strict=True)
+    ]
+    assert segment.kept_ids == tuple(expected)
+
+
+async def test_a_session_that_keeps_the_whole_vocabulary_records_nothing():
+    session = opened(
+        FakeEngine([DONE]), sampling=Sampling(max_new_tokens=99, returns_kept_ids=True)
+    )
+    await session.chat([user("q")])
+    assert session.segments()[0].kept_ids is None
+
+
 async def test_branches_share_a_prefix_and_train_it_once():
     engine = FakeEngine([LOOK, DONE, THANKS])
     session = opened(engine)
@@ -316,11 +338,13 @@ async def test_stop_ids_of_the_format_are_asked_for_and_seeds_differ_by_turn():
     assert one.seed != two.seed
 
 
-async def test_a_session_restored_from_its_log_is_byte_identical_and_goes_on():
+@pytest.mark.parametrize("top_k", [0, 2])
+async def test_a_session_restored_from_its_log_is_byte_identical_and_goes_on(top_k):
+    sampling = Sampling(max_new_tokens=200, seed=1, top_k=top_k, returns_kept_ids=True)
     log: list[bytes] = []
     engine = FakeEngine([LOOK, DONE, THANKS], version_of_piece=lambda r, p: r + p)
     gateway = Gateway(engine, FORMAT, turn_log=lambda _, i, payload: log.insert(i, payload))
-    session = opened(engine, gateway=gateway, sampling=Sampling(max_new_tokens=200, seed=1))
+    session = opened(engine, gateway=gateway, sampling=sampling)
     first = await session.chat([user("q")], tools=[BASH])
     history = [user("q"), first.message, tool("one")]
     second = await session.chat(history, tools=[BASH])
@@ -331,7 +355,7 @@ async def test_a_session_restored_from_its_log_is_byte_identical_and_goes_on():
     restored = Gateway(resumed, FORMAT).restore(
         "s",
         log,
-        sampling=Sampling(max_new_tokens=200, seed=1),
+        sampling=sampling,
         thinking=True,
         max_context_tokens=4096,
     )

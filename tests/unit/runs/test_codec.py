@@ -56,6 +56,16 @@ def test_a_train_mask_of_its_own_comes_back():
     assert there_and_back(masked) == masked
 
 
+def test_what_tokens_were_drawn_from_comes_back_and_costs_others_no_byte():
+    trajectory = make_trajectory()
+    segment = trajectory.segments[0]
+    pairs = zip(segment.token_ids, segment.is_sampled, strict=True)
+    kept = tuple((token_id, token_id + 5) if is_sampled else () for token_id, is_sampled in pairs)
+    truncated = changed_segment(trajectory, kept_ids=kept)
+    assert there_and_back(truncated) == truncated
+    assert b"kept" not in trajectory_body(trajectory)
+
+
 def test_logprobs_that_are_not_float32_are_kept_as_float64():
     trajectory = make_trajectory()
     sampled = trajectory.segments[0].is_sampled

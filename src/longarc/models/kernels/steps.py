@@ -56,3 +56,7 @@ class Drawn:
     """Of the tokens [nats]."""
     is_finite: Tensor
     """Whether the logits of the last step were finite, [B]; where not, its token means nothing."""
+    kept_ids: Sequence[tuple[int, ...]] = ()
+    """Of a single step: what each token was drawn from, [B], () for the whole vocabulary. Empty where nobody asked."""
+    raw_logprobs: Sequence[float] = ()
+    """Of a single step: log-probabilities [nats] at temperature 1 over the whole vocabulary. Empty likewise."""
