@@ -36,6 +36,8 @@ _OWN_SGLANG_ARGS = (
     "--dtype",
     "--context-length",
     "--max-running-requests",
+    "--tp-size",
+    "--tp",
     "--skip-tokenizer-init",
     "--sampling-defaults",
     "--weight-version",
@@ -144,7 +146,7 @@ class SglangConfig(ServedEngineConfig):
             )
         if not is_distributed and self.group_address is not None:
             raise ValueError(
-                f"group_address={self.group_address!r} is only used by update_from=\"distributed\", but "
+                f'group_address={self.group_address!r} is only used by update_from="distributed", but '
                 f"update_from={self.update_from!r}; leave it out"
             )
         if self.update_from == "disk" and self.device != "cuda:0":

@@ -1,13 +1,15 @@
 """JSON over HTTP to an engine's server: what goes wrong on the way becomes an `EngineError` that says what it was."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+import re
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
 
 from longarc.errors import EngineError
 
+_METRIC = re.compile(r"^(?P<name>[\w:]+)(?:\{[^}]*\})? (?P<value>\S+)$", re.MULTILINE)
 _SHOWN_CHARS = 600
 """Of a server's own error message."""
 
@@ -16,7 +18,11 @@ class HttpJson:
     """One server."""
 
     def __init__(
-        self, url: str, *, socket: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        socket: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Talk to ``url``, through a Unix socket where one is given.
 
@@ -61,7 +67,7 @@ class HttpJson:
         response = await self._request("POST", path, body, query)
         return self._decoded(path, response) if response.content else None
 
-    async def events(self, path: str, body: object) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: object) -> AsyncGenerator[Any]:
         """Send JSON; yield the JSON of each server-sent event until ``[DONE]``.
 
         Closing the iterator closes the connection, which is how both servers are told to stop.
@@ -114,3 +120,13 @@ class HttpJson:
         return EngineError(
             f"{self._where}{path} does not answer ({type(error).__name__}: {error}); see the server's log"
         )
+
+
+def prometheus(text: str, fields: Mapping[str, str]) -> dict[str, int]:
+    """Return the counters of a Prometheus page by the names that ``fields`` gives them, summed over labels."""
+    counts: dict[str, int] = {}
+    for match in _METRIC.finditer(text):
+        field = fields.get(match["name"])
+        if field is not None:
+            counts[field] = counts.get(field, 0) + int(float(match["value"]))
+    return counts

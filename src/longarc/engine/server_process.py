@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -74,7 +75,9 @@ class ServerProcess:
     def failure(self) -> str | None:
         """Why it does not run any more, with the end of its log; None while it does."""
         code = self._process.returncode
-        return None if code is None else f"{self._name} ended with status {code}{self._end_of_log()}"
+        return (
+            None if code is None else f"{self._name} ended with status {code}{self._end_of_log()}"
+        )
 
     async def close(self) -> None:
         """Stop it with its children: asked first, then killed."""
@@ -120,3 +123,11 @@ def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
         for key, value in environment.items()
         if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
+
+
+def free_port() -> int:
+    """Return a port of this machine that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -42,6 +42,7 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
     """
     _check_cores(recipe)
     _check_offloading(recipe)
+    _check_engine(recipe)
     if is_new and recipe.tokenizer.path is not None:
         _check_tokenizer(recipe, Path(recipe.tokenizer.path))
     for name, stage in recipe.stages.items():
@@ -90,6 +91,16 @@ def _check_cores(recipe: Recipe) -> None:
                 f"{what} = {number}, but this process may use {cores} core(s); lower it, for example with "
                 f"--set threads=1, or give the run more cores"
             )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """Refuse an interpreter that is not there before a stage has trained for hours on the way to it."""
+    python = getattr(recipe.engine, "python", None)
+    if python is not None and not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"engine.python = {python!r} is no program; name the interpreter of an environment that has "
+            f"{recipe.engine.kind}, for example .venv-vllm/bin/python (scripts/setup_vllm.sh)"
+        )
 
 
 def _check_offloading(recipe: Recipe) -> None:

@@ -11,7 +11,6 @@ and must arrive at the recorded weights bit for bit before anything new is sampl
 """
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,17 +18,17 @@ from pathlib import Path
 
 from longarc.config.recipe import Recipe
 from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_turns
-from longarc.engine.embedded import EmbeddedEngine
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
 from longarc.gateway.core import Gateway
 from longarc.orchestrator.loop import run_stage
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
+from longarc.pipeline.engines import open_engine
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
 from longarc.pipeline.workspace import Interrupted, Loaded, Workspace
 from longarc.records.batch import StepReport
-from longarc.records.ports import Trainer
+from longarc.records.ports import Engine, Trainer
 from longarc.records.sampling import Sampling
 from longarc.runs.checkpoint import list_checkpoints, read_manifest
 from longarc.trainer.process import ProcessTrainer
@@ -113,7 +112,7 @@ async def reinforce(
 class Serving:
     """An engine, its gateway and boxes for the tools."""
 
-    def __init__(self, engine: EmbeddedEngine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
+    def __init__(self, engine: Engine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
         self.engine = engine
         self.gateway = gateway
         self.sandboxes = sandboxes
@@ -141,21 +140,11 @@ async def serving(
             crash. A rollout of ours cannot (its agent loop dies with the process and is run again), so
             only served sessions log theirs.
     """
-    engine = EmbeddedEngine(
-        workspace.load(loaded.path).model,
-        workspace.recipe.engine.model_copy(
-            # A run may be served or evaluated on a smaller machine than it was made on.
-            update={"num_threads": min(num_threads, len(os.sched_getaffinity(0)))}
-        ),
-        max_context_tokens=rollout.max_context_tokens,
-        policy_version=policy_version,
-        attention=loaded.attention,
-        seed=workspace.recipe.seed,
-        token_bytes=workspace.tokenizer().token_bytes,
-    )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
-        async with engine:
+        async with open_engine(
+            workspace, loaded, rollout, policy_version=policy_version, num_threads=num_threads
+        ) as engine:
             yield Serving(
                 engine,
                 Gateway(

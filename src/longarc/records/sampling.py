@@ -112,3 +112,6 @@ class EngineHealth:
     """Prompt tokens that the prefix cache saved since the engine started."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
+    probe_gap: float | None = None
+    """Mean difference between the engine's and the trainer's log-probabilities of the probe after the last weight
+    update [nats]; None where none is made, because both compute with the same code."""
