@@ -131,7 +131,7 @@ class ServedEngine:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._server = server
+        self.server = server
         self._limits = limits
         self._version = policy_version
         self._seed = seed
@@ -166,14 +166,14 @@ class ServedEngine:
                 session_id=session_id,
             )
             completion = Completion(sampling, version=self._version)
-            async with contextlib.aclosing(self._server.chunks(request)) as chunks:
+            async with contextlib.aclosing(self.server.chunks(request)) as chunks:
                 async for chunk in chunks:
                     is_settled = num_updates == self._num_updates
                     for piece in completion.add(chunk, is_settled=is_settled):
                         yield piece
             if not completion.is_over:
                 raise EngineError(
-                    f"{self._server.name} ended request {request.request_id} without a finish reason"
+                    f"{self.server.name} ended request {request.request_id} without a finish reason"
                 )
         finally:
             self._busy.add(-1)
@@ -186,17 +186,17 @@ class ServedEngine:
         """
         if temperature != 1.0:
             raise EngineError(
-                f"{self._server.name} scores prompts at temperature 1 only, asked was {temperature}; "
+                f"{self.server.name} scores prompts at temperature 1 only, asked was {temperature}; "
                 f"score with the trainer's model instead"
             )
         if len(token_ids) >= self._limits.max_context_tokens:
             raise EngineError(
-                f"cannot score {len(token_ids)} tokens: {self._server.name} samples one more, and "
+                f"cannot score {len(token_ids)} tokens: {self.server.name} samples one more, and "
                 f"max_context_tokens={self._limits.max_context_tokens}"
             )
         self._check_ids(token_ids)
         await self._gate.wait()
-        return await self._server.score(token_ids)
+        return await self.server.score(token_ids)
 
     async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
         """Put new weights in use; on an error the old ones are, unless the error says that the server is broken."""
@@ -213,10 +213,10 @@ class ServedEngine:
             self._num_updates += 1
             try:
                 async with asyncio.timeout(self._limits.update_timeout_s):
-                    await self._server.update(source.path, policy_version=policy_version)
+                    await self.server.update(source.path, policy_version=policy_version)
             except TimeoutError:
                 self._failure = BrokenServerError(
-                    f"{self._server.name} took more than engine.update_timeout_s="
+                    f"{self.server.name} took more than engine.update_timeout_s="
                     f"{self._limits.update_timeout_s:g} for weights {policy_version}: which it uses is unknown"
                 )
                 raise self._failure from None
@@ -231,7 +231,7 @@ class ServedEngine:
         """Say what the server is doing; its last counters where it does not answer."""
         is_ready = self._failure is None
         try:
-            self._counts = await self._server.counts()
+            self._counts = await self.server.counts()
         except EngineError:
             is_ready = False
         counts = self._counts
@@ -266,9 +266,9 @@ class ServedEngine:
                 f"but max_context_tokens={longest}; shorten the prompt or ask for less"
             )
         self._check_ids(prompt_ids)
-        refusal = self._server.refusal(sampling)
+        refusal = self.server.refusal(sampling)
         if refusal is not None:
-            raise EngineError(f"{self._server.name} {refusal}")
+            raise EngineError(f"{self.server.name} {refusal}")
         if self._busy.num_requests >= self._limits.max_requests:
             raise EngineError(
                 f"{self._busy.num_requests} requests are in flight already (engine.max_running + "

@@ -47,7 +47,7 @@ class SglangServer:
     def __init__(
         self, http: HttpJson, transport: WeightTransport, *, on_update: UpdatePolicy
     ) -> None:
-        self._http = http
+        self.http = http
         self._transport = transport
         self._on_update: UpdatePolicy = on_update
         self._num_running = 0
@@ -57,7 +57,7 @@ class SglangServer:
     async def is_up(self) -> bool:
         """Whether it answers."""
         try:
-            await self._http.text("/health")
+            await self.http.text("/health")
         except EngineError:
             return False
         return True
@@ -68,7 +68,7 @@ class SglangServer:
         Raises:
             ConfigError: an argument is missing or has another value.
         """
-        info = await self._http.get("/get_server_info")
+        info = await self.http.get("/get_server_info")
         wanted = {
             "enable_metrics": True,
             "enable_deterministic_inference": config.deterministic,
@@ -82,7 +82,7 @@ class SglangServer:
 
     async def label(self, policy_version: int) -> None:
         """Say which version the weights it started with are."""
-        await self._http.post(
+        await self.http.post(
             "/update_weight_version",
             {"new_version": str(policy_version), "abort_all_requests": False},
         )
@@ -129,14 +129,14 @@ class SglangServer:
             if not is_over:
                 # The server notices a closed connection only when it next writes to it.
                 with contextlib.suppress(EngineError):
-                    await self._http.post("/abort_request", {"rid": request.request_id})
+                    await self.http.post("/abort_request", {"rid": request.request_id})
             self._count(-1)
 
     async def _answers(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
         if not body["stream"]:
-            yield await self._http.post("/generate", body)
+            yield await self.http.post("/generate", body)
             return
-        async with contextlib.aclosing(self._http.events("/generate", body)) as events:
+        async with contextlib.aclosing(self.http.events("/generate", body)) as events:
             async for event in events:
                 yield event
 
@@ -144,7 +144,7 @@ class SglangServer:
         """Return log p(token[i] | token[:i]) [nats] for i >= 1, preceded by 0.0."""
         self._count(1)
         try:
-            answer = await self._http.post(
+            answer = await self.http.post(
                 "/generate",
                 {
                     "input_ids": list(token_ids),
@@ -169,14 +169,14 @@ class SglangServer:
             await self._send(path, policy_version, flush_cache=True)
             return
         keeps_cache = self._on_update == "continue"
-        await self._http.post(
+        await self.http.post(
             "/pause_generation", {"mode": "in_place" if keeps_cache else "retract"}
         )
         try:
             await self._send(path, policy_version, flush_cache=not keeps_cache)
         finally:
             try:
-                await self._http.post("/continue_generation", {})
+                await self.http.post("/continue_generation", {})
             except EngineError as error:
                 raise BrokenServerError(
                     f"SGLang did not go on after the update to weights {policy_version}: {error}"
@@ -199,7 +199,7 @@ class SglangServer:
 
     async def counts(self) -> ServerCounts:
         """Return its counters."""
-        return ServerCounts(**prometheus(await self._http.text("/metrics"), _COUNTERS))
+        return ServerCounts(**prometheus(await self.http.text("/metrics"), _COUNTERS))
 
     def _count(self, change: int) -> None:
         self._num_running += change

@@ -57,13 +57,14 @@ class VllmServer:
     name = "vLLM"
 
     def __init__(self, http: HttpJson, *, on_update: UpdatePolicy) -> None:
-        self._http = http
+        """Speak with the server behind ``http``, and treat running sequences as ``on_update`` says."""
+        self.http = http
         self._on_update: UpdatePolicy = on_update
 
     async def is_up(self) -> bool:
         """Whether it answers."""
         try:
-            await self._http.text("/health")
+            await self.http.text("/health")
         except EngineError:
             return False
         return True
@@ -74,7 +75,7 @@ class VllmServer:
         Raises:
             ConfigError: an argument is missing or has another value.
         """
-        info = await self._http.get("/server_info?config_format=json")
+        info = await self.http.get("/server_info?config_format=json")
         model = info["vllm_config"]["model_config"]
         mode = model["logprobs_mode"]
         if mode != "processed_logprobs":
@@ -85,7 +86,7 @@ class VllmServer:
 
     async def label(self, policy_version: int) -> None:
         """Say which version the weights it started with are."""
-        await self._http.post("/update_weight_version", {"new_version": str(policy_version)})
+        await self.http.post("/update_weight_version", {"new_version": str(policy_version)})
 
     def refusal(self, sampling: Sampling) -> str | None:
         """Say why this cannot be sampled; None where it can."""
@@ -115,12 +116,12 @@ class VllmServer:
             "sampling_params": _sampling_params(request.sampling, request.seed),
         }
         if not request.sampling.stream_interval_tokens:
-            answer = await self._http.post("/inference/v1/generate", body)
+            answer = await self.http.post("/inference/v1/generate", body)
             yield _chunk(answer["choices"][0], answer.get("usage"))
             return
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         held: dict[str, Any] | None = None
-        async with contextlib.aclosing(self._http.events("/inference/v1/generate", body)) as events:
+        async with contextlib.aclosing(self.http.events("/inference/v1/generate", body)) as events:
             async for event in events:
                 if "error" in event:
                     raise EngineError(f"vLLM: {event['error'].get('message', event['error'])}")
@@ -143,7 +144,7 @@ class VllmServer:
             "token_ids": list(token_ids),
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
         }
-        answer = await self._http.post("/inference/v1/generate", body)
+        answer = await self.http.post("/inference/v1/generate", body)
         scored = zip(token_ids, answer["prompt_logprobs"], strict=True)
         return [
             0.0 if entry is None else finite(entry[str(token_id)]["logprob"])
@@ -152,22 +153,22 @@ class VllmServer:
 
     async def update(self, path: str, *, policy_version: int) -> None:
         """Put a weight file in use between two steps; see `longarc.engine.served.EngineServer`."""
-        await self._http.post("/pause", query={"mode": _PAUSE_MODES[self._on_update]})
+        await self.http.post("/pause", query={"mode": _PAUSE_MODES[self._on_update]})
         try:
             await self._load(path, policy_version)
             with _or_broken(policy_version):
                 if self._on_update == "recompute":
-                    await self._http.post(
+                    await self.http.post(
                         "/reset_prefix_cache", query={"reset_running_requests": "true"}
                     )
                 await self.label(policy_version)
         finally:
             with _or_broken(policy_version):
-                await self._http.post("/resume")
+                await self.http.post("/resume")
 
     async def _load(self, path: str, policy_version: int) -> None:
         try:
-            answer = await self._http.post(
+            answer = await self.http.post(
                 "/collective_rpc", {"method": "longarc_load_weights", "args": [path]}
             )
         except EngineError as error:
@@ -186,7 +187,7 @@ class VllmServer:
 
     async def counts(self) -> ServerCounts:
         """Return its counters."""
-        return ServerCounts(**prometheus(await self._http.text("/metrics"), _COUNTERS))
+        return ServerCounts(**prometheus(await self.http.text("/metrics"), _COUNTERS))
 
 
 @contextlib.contextmanager
