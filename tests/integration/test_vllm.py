@@ -256,7 +256,7 @@ async def test_running_sequences_go_on_with_new_weights_and_every_token_has_its_
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(sampled(vllm.engine, long)) for _ in range(4)]
-            await all_sample(vllm, num_running=4)
+            await begun(vllm.engine, tasks)
             await vllm.engine.update_weights(second, policy_version=1)
         for task in running:
             ids, logprobs, pieces = task.result()
@@ -273,15 +273,18 @@ async def test_running_sequences_go_on_with_new_weights_and_every_token_has_its_
         await vllm.restore()
 
 
-async def all_sample(vllm: Serving, *, num_running: int) -> None:
-    """Wait until so many requests run and something was sampled."""
-    start = (await vllm.engine.health()).num_sampled_tokens
-    async with asyncio.timeout(60):
-        while True:
-            health = await vllm.engine.health()
-            if health.num_running >= num_running and health.num_sampled_tokens > start:
-                return
-            await asyncio.sleep(0.05)
+async def begun(engine: ServedEngine, tasks: asyncio.TaskGroup) -> None:
+    """Return once a request that was sent now has sampled a token, and all before it have begun."""
+    is_sampling = asyncio.Event()
+
+    async def watch() -> None:
+        asked = Sampling(max_new_tokens=CONTEXT // 2, seed=6, stream_interval_tokens=1)
+        async for _ in engine.stream(PROMPT[:4], asked, session_id="watch"):
+            is_sampling.set()
+
+    await asyncio.sleep(0)  # so that the others are sent first
+    tasks.create_task(watch())
+    await is_sampling.wait()
 
 
 async def test_recompute_gives_the_log_probabilities_of_the_new_weights_alone(vllm):
@@ -291,7 +294,7 @@ async def test_recompute_gives_the_log_probabilities_of_the_new_weights_alone(vl
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(sampled(engine, long))
-            await all_sample(vllm, num_running=1)
+            await begun(engine, tasks)
             await engine.update_weights(second, policy_version=1)
         ids, logprobs, pieces = running.result()
         split = len(pieces[0].token_ids)
@@ -309,7 +312,7 @@ async def test_finish_lets_running_sequences_end_on_the_old_weights(vllm):
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(sampled(engine, long))
-            await all_sample(vllm, num_running=1)
+            await begun(engine, tasks)
             await engine.update_weights(second, policy_version=1)
             assert running.done()
         assert {piece.policy_version for piece in running.result()[2]} == {0}
