@@ -65,7 +65,7 @@ class ServedEngineConfig(Settings):
     their cache with the new weights first; ``finish`` on the old weights, for which the update waits."""
     max_probe_gap: float | None = Field(None, gt=0)
     """Largest mean difference between the engine's and the trainer's log-probabilities of the probe [nats]; more
-    stops the run. None is 0.002 in float32 and 0.1 in bfloat16."""
+    stops the run. None is 0.002 in float32 and 0.15 in bfloat16."""
     max_running: int = Field(64, ge=1)
     """Sequences decoded together [sequences]."""
     max_waiting: int = Field(4096, ge=1)
@@ -82,7 +82,7 @@ class ServedEngineConfig(Settings):
         """Largest gap of the probe [nats]."""
         if self.max_probe_gap is not None:
             return self.max_probe_gap
-        return 0.002 if self.dtype == "float32" else 0.1
+        return 0.002 if self.dtype == "float32" else 0.15
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:

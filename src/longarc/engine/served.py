@@ -18,7 +18,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,23 @@ from longarc.engine.pieces import Chunk, Completion
 from longarc.errors import EngineError
 from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
+
+_UNDERSTOOD = frozenset(
+    (
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop_ids",
+        "stop_strings",
+        "returns_kept_ids",
+        "returns_raw_logprobs",
+        "stream_interval_tokens",
+        "seed",
+    )
+)
+"""Fields of `Sampling` that servers are asked for, or that `EngineServer.refusal` knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +268,15 @@ class ServedEngine:
         seed = sampling.seed if sampling.seed is not None else self._seed * 1_000_003 + number
         return seed % 2**63
 
+    def _refuse_unknown(self, sampling: Sampling) -> None:
+        """Refuse what somebody taught requests and not this client: nothing is left out in silence."""
+        for known in fields(sampling):
+            value = getattr(sampling, known.name)
+            if known.name not in _UNDERSTOOD and value != known.default:
+                raise EngineError(
+                    f"{self.server.name} cannot honour {known.name}={value!r}; leave it out, or use the embedded engine"
+                )
+
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         if self._failure is not None:
             raise self._failure
@@ -266,6 +292,7 @@ class ServedEngine:
                 f"but max_context_tokens={longest}; shorten the prompt or ask for less"
             )
         self._check_ids(prompt_ids)
+        self._refuse_unknown(sampling)
         refusal = self.server.refusal(sampling)
         if refusal is not None:
             raise EngineError(f"{self.server.name} {refusal}")

@@ -11,20 +11,24 @@ and must arrive at the recorded weights bit for bit before anything new is sampl
 """
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from longarc.config.engine import EngineConfig
 from longarc.config.recipe import Recipe
 from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_turns
+from longarc.engine.embedded import EmbeddedEngine
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
 from longarc.gateway.core import Gateway
 from longarc.orchestrator.loop import run_stage
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
-from longarc.pipeline.engines import open_engine
+from longarc.pipeline.engine_clients import engine_client
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
 from longarc.pipeline.workspace import Interrupted, Loaded, Workspace
 from longarc.records.batch import StepReport
@@ -140,11 +144,27 @@ async def serving(
             crash. A rollout of ours cannot (its agent loop dies with the process and is run again), so
             only served sessions log theirs.
     """
+    config = workspace.recipe.engine
+    # An engine changes the weights of the model it is given.
+    own = workspace.load(loaded.path)
+    if isinstance(config, EngineConfig):
+        opening: AbstractAsyncContextManager[Engine] = EmbeddedEngine(
+            own.model,
+            config.model_copy(
+                # A run may be served or evaluated on a smaller machine than it was made on.
+                update={"num_threads": min(num_threads, len(os.sched_getaffinity(0)))}
+            ),
+            max_context_tokens=rollout.max_context_tokens,
+            policy_version=policy_version,
+            attention=loaded.attention,
+            seed=workspace.recipe.seed,
+            token_bytes=workspace.tokenizer().token_bytes,
+        )
+    else:
+        opening = engine_client(workspace, config, own, rollout, policy_version=policy_version)
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
-        async with open_engine(
-            workspace, loaded, rollout, policy_version=policy_version, num_threads=num_threads
-        ) as engine:
+        async with opening as engine:
             yield Serving(
                 engine,
                 Gateway(

@@ -44,5 +44,5 @@ def test_the_bound_of_the_probe_follows_the_dtype_unless_it_is_given():
         return VllmConfig(kind="vllm", python="p", **settings).probe_bound
 
     assert bound() == 0.002
-    assert bound(dtype="bfloat16") == 0.1
+    assert bound(dtype="bfloat16") == 0.15
     assert bound(dtype="bfloat16", max_probe_gap=0.03) == 0.03

@@ -1,5 +1,6 @@
 import asyncio
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import pytest
 
@@ -263,3 +264,17 @@ async def test_a_server_with_other_log_probabilities_is_refused():
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
         await server.check()
     assert await server.is_up()
+
+
+async def test_a_field_of_sampling_that_the_client_was_not_taught_is_refused():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Later(Sampling):
+        num_beams: int = 1
+
+    fake = FakeVllm()
+    with pytest.raises(EngineError, match="cannot honour num_beams=4"):
+        async for _ in make(fake).stream(
+            PROMPT, Later(max_new_tokens=2, num_beams=4), session_id="s"
+        ):
+            pass
+    assert fake.paths() == []

@@ -1,15 +1,12 @@
-"""The engine that a recipe asks for, serving one checkpoint until a block ends."""
+"""vLLM or SGLang serving one checkpoint of a run, verified against the trainer's own arithmetic."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import SglangConfig, VllmConfig
 from longarc.config.stages import RolloutConfig
-from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.launch import open_sglang, open_vllm
 from longarc.engine.served import ServedLimits
 from longarc.engine.verify import VerifiedEngine
@@ -21,52 +18,7 @@ from longarc.runs.checkpoint import file_sha256
 
 
 @contextlib.asynccontextmanager
-async def open_engine(
-    workspace: Workspace,
-    loaded: Loaded,
-    rollout: RolloutConfig,
-    *,
-    policy_version: int,
-    num_threads: int,
-) -> AsyncIterator[Engine]:
-    """Serve a checkpoint.
-
-    Args:
-        workspace: the run.
-        loaded: the checkpoint; its model is not touched.
-        rollout: how it is sampled.
-        policy_version: version [optimizer steps] of the weights the engine starts with.
-        num_threads: compute threads of an embedded engine; never more than there are cores, which changes no
-            number.
-
-    Raises:
-        EngineError: a server does not start or answer.
-        ConfigError: the server cannot serve this model, or was started in a way LongArc cannot use.
-        WeightMismatchError: the server computes another model.
-    """
-    config = workspace.recipe.engine
-    # The engine changes the weights of the model it is given.
-    own = workspace.load(loaded.path)
-    if isinstance(config, EngineConfig):
-        # A run may be served or evaluated on a smaller machine than it was made on.
-        threads = min(num_threads, len(os.sched_getaffinity(0)))
-        async with EmbeddedEngine(
-            own.model,
-            config.model_copy(update={"num_threads": threads}),
-            max_context_tokens=rollout.max_context_tokens,
-            policy_version=policy_version,
-            attention=loaded.attention,
-            seed=workspace.recipe.seed,
-            token_bytes=workspace.tokenizer().token_bytes,
-        ) as engine:
-            yield engine
-        return
-    async with _served(workspace, config, own, rollout, policy_version=policy_version) as engine:
-        yield engine
-
-
-@contextlib.asynccontextmanager
-async def _served(
+async def engine_client(
     workspace: Workspace,
     config: VllmConfig | SglangConfig,
     loaded: Loaded,
@@ -74,6 +26,20 @@ async def _served(
     *,
     policy_version: int,
 ) -> AsyncIterator[Engine]:
+    """Serve a checkpoint with vLLM or SGLang until the block ends, every weight update verified.
+
+    Args:
+        workspace: the run.
+        config: the recipe's engine.
+        loaded: the checkpoint; its model becomes the reference of the verification, and changes.
+        rollout: how it is sampled.
+        policy_version: version [optimizer steps] of the weights the engine starts with.
+
+    Raises:
+        EngineError: the server does not start or answer.
+        ConfigError: the server cannot serve this model, or was started in a way LongArc cannot use.
+        WeightMismatchError: the server computes another model.
+    """
     directory = workspace.run.stage(loaded.manifest.stage).path / f"served-by-{config.kind}"
     model_directory = directory / "model"
     save_pretrained_dir(loaded.model, model_directory)
