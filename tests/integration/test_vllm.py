@@ -205,6 +205,21 @@ async def test_closing_the_iterator_ends_the_request_on_the_server(vllm):
     assert (await vllm.engine.health()).num_sampled_tokens - before < long.max_new_tokens // 2
 
 
+async def test_cancelling_a_request_that_is_not_streamed_ends_it_on_the_server_too(vllm):
+    long = Sampling(max_new_tokens=CONTEXT - len(PROMPT))
+    before = (await vllm.engine.health()).num_sampled_tokens
+    request = asyncio.ensure_future(sampled(vllm.engine, long))
+    async with asyncio.timeout(20):
+        while not (await vllm.engine.health()).num_running:
+            await asyncio.sleep(0.02)
+        request.cancel()
+        while (await vllm.engine.health()).num_running:
+            await asyncio.sleep(0.05)
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert (await vllm.engine.health()).num_sampled_tokens - before < long.max_new_tokens
+
+
 async def test_a_repeated_prompt_is_served_from_the_cache(vllm):
     prompt = [(7 * i) % 500 for i in range(300)]
     await sampled(vllm.engine, Sampling(max_new_tokens=1), prompt=prompt)
