@@ -51,10 +51,11 @@ CONFIG = LlamaConfig(
     num_key_value_heads=1,
     intermediate_size=256,
     tie_word_embeddings=True,
-    max_position_embeddings=2048,
+    max_position_embeddings=8192,
     initializer_range=0.15,
 )
-CONTEXT = 1600
+CONTEXT = 6000
+"""So long that a sequence still runs when an update comes, however busy the machine is [tokens]."""
 PROMPT = [3, 141, 59, 265, 358, 97, 93, 238]
 TOLERANCE = 2e-4
 """Of a log-probability [nats]: two implementations in float32."""
@@ -95,7 +96,7 @@ def model(seed: int) -> Decoder:
 async def vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
     directory = tmp_path_factory.mktemp("vllm")
     save_pretrained_dir(model(0), directory / "model")
-    config = VllmConfig(kind="vllm", python=str(PYTHON), kv_cache_gib=0.25, max_running=16)
+    config = VllmConfig(kind="vllm", python=str(PYTHON), kv_cache_gib=0.5, max_running=16)
     async with open_vllm(
         config,
         LIMITS,
@@ -205,6 +206,14 @@ async def test_closing_the_iterator_ends_the_request_on_the_server(vllm):
     assert (await vllm.engine.health()).num_sampled_tokens - before < long.max_new_tokens // 2
 
 
+async def test_a_prompt_longer_than_a_step_of_vllms_own_choice_does_not_end_the_server(vllm):
+    # In chunks, which LongArc turns off, a request with a seed ends the CPU build's engine.
+    prompt = [(7 * i) % 500 for i in range(4000)]
+    ids, logprobs, _ = await sampled(vllm.engine, Sampling(max_new_tokens=4, seed=1), prompt=prompt)
+    expected = logprobs_of(model(0), prompt + ids, Sampling(max_new_tokens=4))[-4:]
+    assert logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
 async def test_cancelling_a_request_that_is_not_streamed_ends_it_on_the_server_too(vllm):
     long = Sampling(max_new_tokens=CONTEXT - len(PROMPT))
     before = (await vllm.engine.health()).num_sampled_tokens
@@ -270,7 +279,7 @@ async def test_running_sequences_go_on_with_new_weights_and_every_token_has_its_
     second = vllm.published(model(1), "second")
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(sampled(vllm.engine, long)) for _ in range(4)]
+            running = [tasks.create_task(sampled(vllm.engine, long)) for _ in range(2)]
             await begun(vllm.engine, tasks)
             await vllm.engine.update_weights(second, policy_version=1)
         for task in running:
@@ -294,8 +303,10 @@ async def begun(engine: ServedEngine, tasks: asyncio.TaskGroup) -> None:
 
     async def watch() -> None:
         asked = Sampling(max_new_tokens=CONTEXT // 2, seed=6, stream_interval_tokens=1)
-        async for _ in engine.stream(PROMPT[:4], asked, session_id="watch"):
-            is_sampling.set()
+        async with aclosing(engine.stream(PROMPT[:4], asked, session_id="watch")) as pieces:
+            async for _ in pieces:
+                is_sampling.set()
+                return
 
     await asyncio.sleep(0)  # so that the others are sent first
     tasks.create_task(watch())

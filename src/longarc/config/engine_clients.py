@@ -19,6 +19,8 @@ _OWN_VLLM_ARGS = (
     "--max-model-len",
     "--max-num-seqs",
     "--enforce-eager",
+    "--enable-chunked-prefill",
+    "--no-enable-chunked-prefill",
     "--kv-cache-memory-bytes",
     "--logprobs-mode",
     "--worker-extension-cls",
@@ -108,6 +110,9 @@ class VllmConfig(ServedEngineConfig):
     """Run without compiling the model: starts minutes sooner, decodes slower."""
     kv_cache_gib: float = Field(1.0, gt=0)
     """Memory of the key-value cache [GiB]."""
+    chunked_prefill: bool = False
+    """Compute long prompts in chunks, between which others decode. vLLM's CPU build (0.32.0) ends when a request
+    with a seed, as all of LongArc's have, is computed in chunks; on a GPU true is right for long contexts."""
 
     @model_validator(mode="after")
     def _args_are_free(self) -> Self:

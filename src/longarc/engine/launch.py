@@ -18,6 +18,8 @@ from longarc.engine.vllm import LOADER, VllmServer
 
 _logger = logging.getLogger(__name__)
 
+_LEAST_BATCHED_TOKENS = 2048
+"""Of one step: what vLLM itself takes at least, so that short prompts are computed together."""
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 """No server asks the network for what it was given."""
 
@@ -97,8 +99,19 @@ def _vllm_argv(
         *("--worker-extension-cls", LOADER),
         *("--skip-tokenizer-init", "--enable-scale-out", "--enable-prompt-tokens-details"),
         *(("--enforce-eager",) if config.eager else ()),
+        *_prefill(config, limits),
         *config.args,
     ]
+
+
+def _prefill(config: VllmConfig, limits: ServedLimits) -> tuple[str, ...]:
+    if config.chunked_prefill:
+        return ("--enable-chunked-prefill",)
+    # A step has to hold the longest prompt then, and what `recompute` makes a prompt of.
+    return (
+        *("--no-enable-chunked-prefill", "--max-num-batched-tokens"),
+        str(max(limits.max_context_tokens, _LEAST_BATCHED_TOKENS)),
+    )
 
 
 @contextlib.asynccontextmanager
