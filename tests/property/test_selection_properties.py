@@ -21,6 +21,21 @@ def test_selection_is_sorting_by_score_then_index(table, num_selected):
         assert got == best + [NO_KEY] * (num_selected - len(best))
 
 
+@given(tables, st.integers(1, 12), st.data())
+def test_a_row_with_a_nan_among_more_keys_than_it_may_read_gets_none(table, num_selected, data):
+    broken = data.draw(st.integers(0, len(table) - 1))
+    column = data.draw(st.integers(0, len(table[0]) - 1))
+    healthy = select_keys(torch.tensor(table), num_selected=num_selected)
+    table[broken][column] = float("nan")
+    selected = select_keys(torch.tensor(table), num_selected=num_selected)
+
+    visible = [i for i, value in enumerate(table[broken]) if value != float("-inf")]
+    kept = visible if len(visible) <= num_selected else []
+    assert selected[broken].tolist() == kept + [NO_KEY] * (num_selected - len(kept))
+    others = [i for i in range(len(table)) if i != broken]
+    assert torch.equal(selected[others], healthy[others])
+
+
 @given(tables, st.integers(1, 12), st.integers(1, 9))
 def test_a_row_is_selected_alike_in_any_company_and_with_any_invisible_tail(
     table, num_selected, tail

@@ -28,7 +28,12 @@ configs = st.fixed_dictionaries(
         "index_n_heads": st.integers(1, 5),
         "index_head_dim": st.integers(6, 9),
         "index_topk": st.integers(1, 12),
+        "index_topk_pattern": st.text("FS", min_size=2, max_size=2).map("F".__add__),
     }
+).map(
+    lambda config: (
+        config | {"index_topk_pattern": config["index_topk_pattern"][: config["num_hidden_layers"]]}
+    )
 )
 
 

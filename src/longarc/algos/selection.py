@@ -25,11 +25,14 @@ def select_keys(scores_QK: Float[Tensor, "Q K"], *, num_selected: int) -> Int[Te
     is a threshold, and ties at it are filled by index. Called per block of queries, so that no
     [S, T] tensor exists.
 
+    NaN has no place in an order: a query that has one among more keys than it may read gets none at all, so
+    that its attention is NaN too, and nobody takes it for a result.
+
     Source: GLM-5, arXiv:2602.15763, section 3.2 (deterministic selection); the tie rule is ours.
     """
     scores_QK = scores_QK.detach()
     if scores_QK.shape[1] <= num_selected:
-        return _positions(scores_QK > float("-inf"), num_selected)
+        return _positions(scores_QK != float("-inf"), num_selected)
     threshold_Q1 = _nth_best(scores_QK, num_selected)
     chosen_QK = scores_QK >= threshold_Q1
     if bool((threshold_Q1 == float("-inf")).any()):
@@ -39,6 +42,11 @@ def select_keys(scores_QK: Float[Tensor, "Q K"], *, num_selected: int) -> Int[Te
         tied_QK = chosen_QK & ~above_QK
         room_Q1 = num_selected - above_QK.sum(dim=1, keepdim=True)
         chosen_QK = above_QK | (tied_QK & (tied_QK.cumsum(dim=1) <= room_Q1))
+    is_broken_Q1 = scores_QK.amax(dim=1, keepdim=True).isnan()
+    if bool(is_broken_Q1.any()):
+        visible_QK = scores_QK != float("-inf")
+        is_few_Q1 = visible_QK.sum(dim=1, keepdim=True) <= num_selected
+        chosen_QK = torch.where(is_broken_Q1, visible_QK & is_few_Q1, chosen_QK)
     return _positions(chosen_QK, num_selected)
 
 

@@ -31,7 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tasks", type=positive_int, metavar="N", help="tasks per family, instead")
     parser.add_argument(
-        "--stages", nargs="+", metavar="STAGE", help="only these checkpoints, of any training stage"
+        "--stages",
+        nargs="+",
+        metavar="STAGE",
+        help="only these checkpoints, of any training stage; initial: what the recipe starts from",
     )
     parser.add_argument("--families", nargs="+", metavar="FAMILY", help="only these families")
 
@@ -42,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import orjson
 
+    from longarc.config.recipe import INITIAL
     from longarc.pipeline.evaluation import evaluate, matrix_lines
     from longarc.pipeline.local import Interrupted, open_workspace, stopping_on_signals
     from longarc.pipeline.progress import ProgressLine
@@ -52,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     num_tasks = arguments.tasks or (
         config.tasks_per_family_full if arguments.full else config.tasks_per_family
     )
-    trained = [name for name, stage in recipe.stages.items() if stage.kind != "eval"]
+    trained = [] if recipe.initial is None else [INITIAL]
+    trained += [name for name, stage in recipe.stages.items() if stage.kind != "eval"]
     usual = trained[trained.index(config.stages[0]) :] if arguments.full else config.stages
     stages = _chosen(arguments.stages, trained, "stages") or usual
     families = _chosen(arguments.families, sorted(config.tasks), "families") or sorted(config.tasks)

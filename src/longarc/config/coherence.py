@@ -20,6 +20,8 @@ from longarc.config.stages import (
     TextStageConfig,
 )
 from longarc.config.training import ActivationConfig, chosen_layers
+from longarc.config.transformers_model import TransformersConfig
+from longarc.config.transformers_stages import check_stage as check_transformers_stage
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r"initial|serve|eval-\d+")
@@ -63,6 +65,8 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
                 )
         if not isinstance(stage, EvalConfig):
             _check_activations(name, model, stage.activations)
+        if isinstance(model, TransformersConfig):
+            check_transformers_stage(name, model, stage)
         if isinstance(stage, SupervisedConfig):
             _check_int4(name, model, stage.int4_group_size)
         if isinstance(stage, MidtrainConfig) and stage.pattern is not None:
@@ -70,6 +74,7 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
             hybrid = name
         if isinstance(stage, DsaConfig):
             _check_conversion(name, model, stage, hybrid=hybrid)
+            model = _with_pattern(model, stage.index_topk_pattern)
 
 
 def _check_conversion(
@@ -95,6 +100,13 @@ def _check_sharing(name: str, model: GlmMoeDsaConfig, pattern: str | None) -> No
         check_sharing(model.indexer_kinds, kinds_of(pattern))
     except ValueError as error:
         raise ValueError(f"stage {name!r}: index_topk_pattern: {error}") from error
+
+
+def _with_pattern(model: ModelConfig, pattern: str | None) -> ModelConfig:
+    """Return the model that a conversion hands to the stages behind it."""
+    if pattern is None:
+        return model
+    return model.model_copy(update={"index_topk_pattern": pattern, "indexer_types": None})
 
 
 def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:

@@ -5,7 +5,14 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from longarc.config.index_share import IndexerKind, check_kinds, indexer_kinds
+from longarc.config.rope import RopeScaling
 from longarc.config.settings import Settings
+from longarc.config.transformers_model import TransformersConfig
+
+MAX_LAYERS = 10_000
+"""No model has as many; a file that says more is damaged, and would be counted layer by layer."""
+MAX_DEPTHS = 16
+"""Depths of multi-token prediction that a config may ask for."""
 
 
 class GlmMoeDsaConfig(Settings):
@@ -20,7 +27,7 @@ class GlmMoeDsaConfig(Settings):
     """Rows of the embedding [tokens]; at least the tokenizer's size."""
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
-    num_hidden_layers: int = Field(4, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=MAX_LAYERS)
     """Decoder layers."""
     first_k_dense_replace: int = Field(1, ge=0)
     """Leading layers with a dense feed-forward instead of experts."""
@@ -69,9 +76,11 @@ class GlmMoeDsaConfig(Settings):
     """The same as words, as transformers writes it."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
-    rms_norm_eps: float = 1e-5
+    rope_scaling: RopeScaling | None = None
+    """How rotary embeddings reach beyond the context that the model was trained on; None for plain ones."""
+    rms_norm_eps: float = Field(1e-5, ge=0)
     """Added to the mean square inside every RMSNorm."""
-    latent_norm_eps: float | None = None
+    latent_norm_eps: float | None = Field(None, ge=0)
     """Epsilon of q_a_layernorm and kv_a_layernorm; None = rms_norm_eps (official); transformers uses 1e-6."""
     max_position_embeddings: int = Field(4096, ge=8)
     """Longest context [tokens]."""
@@ -80,7 +89,7 @@ class GlmMoeDsaConfig(Settings):
     num_nextn_predict_layers: int = Field(0, ge=0, le=1)
     """Layers for multi-token prediction (MTP) behind the decoder layers: 1 in GLM-5, whose depths share it; 0
     builds none. An ``mtp`` stage adds it to a finished model."""
-    mtp_num_depths: int = Field(3, ge=1, le=16)
+    mtp_num_depths: int = Field(3, ge=1, le=MAX_DEPTHS)
     """Tokens that the MTP layer learns to draft one after another [tokens]; 3 in the GLM-5 report, 2.1. No weight
     depends on it, so more may be drafted later."""
     mtp_feeds_normed: bool = True
@@ -141,7 +150,10 @@ class GlmMoeDsaConfig(Settings):
 
 
 class LlamaConfig(Settings):
-    """Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names."""
+    """Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names.
+
+    Also Qwen2 (``attention_bias = "inputs"``) and Qwen3 (``qk_norm = true``).
+    """
 
     family: Literal["llama"] = "llama"
     """Which architecture this is."""
@@ -149,7 +161,7 @@ class LlamaConfig(Settings):
     """Rows of the embedding [tokens]."""
     hidden_size: int = Field(192, ge=8)
     """Width of the residual stream."""
-    num_hidden_layers: int = Field(4, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=MAX_LAYERS)
     """Decoder layers."""
     num_attention_heads: int = Field(6, ge=1)
     """Query heads."""
@@ -159,9 +171,16 @@ class LlamaConfig(Settings):
     """Width per head; None = hidden_size / num_attention_heads."""
     intermediate_size: int = Field(512, ge=1)
     """Width of the feed-forward."""
+    attention_bias: Literal["none", "inputs", "all"] = "none"
+    """Which projections of attention have a bias: none, as in Llama; ``inputs``, those to queries, keys and
+    values, as in Qwen2; or ``all``, the output's too, as transformers' Llama and Qwen3 have it."""
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
     rope_theta: float = Field(1e4, gt=1)
     """Base of the rotary frequencies."""
-    rms_norm_eps: float = 1e-5
+    rope_scaling: RopeScaling | None = None
+    """How rotary embeddings reach beyond the context that the model was trained on; None for plain ones."""
+    rms_norm_eps: float = Field(1e-5, ge=0)
     """Added to the mean square inside every RMSNorm."""
     tie_word_embeddings: bool = False
     """Whether the output projection is the embedding."""
@@ -249,7 +268,7 @@ HybridConfig: TypeAlias = GlmHybridConfig | LlamaHybridConfig
 """A model in which not every layer attends to everything."""
 
 ModelConfig: TypeAlias = Annotated[
-    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig,
+    GlmMoeDsaConfig | LlamaConfig | GlmHybridConfig | LlamaHybridConfig | TransformersConfig,
     Field(discriminator="family"),
 ]
 """Any model LongArc can build."""

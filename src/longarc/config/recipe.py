@@ -11,6 +11,9 @@ from longarc.config.model import GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
 
+INITIAL = "initial"
+"""What the weights that a recipe starts from are called, where they stand beside its stages."""
+
 
 class TokenizerConfig(Settings):
     """Where text becomes ids."""
@@ -135,8 +138,9 @@ class Recipe(Settings):
             referenced, what = stage.stages, "stages"
         else:
             return
-        unknown = sorted(set(referenced) - set(trained))
+        available = [*([] if self.initial is None else [INITIAL]), *trained]
+        unknown = sorted(set(referenced) - set(available))
         if unknown:
             raise ValueError(
-                f"stage {name!r}: {what} {unknown} are not training stages before it; available: {trained}"
+                f"stage {name!r}: {what} {unknown} are not training stages before it; available: {available}"
             )

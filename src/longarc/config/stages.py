@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from longarc.config.model import AttentionPattern
+from longarc.config.model import MAX_DEPTHS, AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
@@ -148,7 +148,8 @@ class DsaConfig(TextStageConfig):
     """Steps that train only the indexer against dense attention [optimizer steps]; ``num_steps`` counts
     the sparse phase after them."""
     warmup_lr: float = Field(5e-3, gt=0)
-    """Learning rate of the warm-up; GLM-5 report, 2.1.1."""
+    """Learning rate of the warm-up, constant once ``optimizer.warmup_steps`` have led up to it, as they do again in
+    the sparse phase; GLM-5 report, 2.1.1."""
     indexer_loss_coeff: float = Field(1.0, gt=0)
     """Weight of the indexer's KL in the sparse phase; not published."""
     index_topk_pattern: str | None = Field(None, pattern="^[FS]+$")
@@ -162,6 +163,16 @@ class DsaConfig(TextStageConfig):
     """Expert conversations beside the text; None for none."""
     long_share_frac: float = Field(0.3, ge=0, le=1)
     """Share of documents that need their whole length."""
+
+    @model_validator(mode="after")
+    def _indexer_warmup_reaches_its_rate(self) -> Self:
+        if self.optimizer.warmup_steps > self.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} leads up to the rate of both phases, but "
+                f"the first has warmup_steps={self.warmup_steps} and would never reach warmup_lr="
+                f"{self.warmup_lr}; lower optimizer.warmup_steps or raise warmup_steps"
+            )
+        return self
 
 
 class SftConfig(SupervisedConfig):
@@ -189,7 +200,7 @@ class MtpConfig(SupervisedConfig):
 
     kind: Literal["mtp"] = "mtp"
     """Which stage this is."""
-    num_depths: int | None = Field(None, ge=1, le=16)
+    num_depths: int | None = Field(None, ge=1, le=MAX_DEPTHS)
     """Tokens to draft one after another [tokens]; None keeps ``model.mtp_num_depths``."""
     loss: MtpLoss = "end_to_end_tv"
     """``cross_entropy`` against the text, mean over the depths; ``single_step_tv`` against the main model's own
@@ -320,7 +331,8 @@ class DistillConfig(Settings):
     tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families and their shares of the prompts."""
     teachers: dict[str, str]
-    """For each family the earlier stage whose final checkpoint teaches it."""
+    """For each family the earlier stage whose final checkpoint teaches it; ``initial`` is what the recipe
+    starts from."""
     loop: RolloutLoopConfig
     """How rollouts are scheduled against training steps; group_size 1 samples each prompt once."""
     rollout: RolloutConfig = RolloutConfig()
@@ -371,7 +383,7 @@ class EvalConfig(Settings):
     kind: Literal["eval"] = "eval"
     """Which stage this is."""
     stages: list[str] = Field(min_length=1)
-    """Stages whose final checkpoints are evaluated."""
+    """Stages whose final checkpoints are evaluated; ``initial`` is what the recipe starts from."""
     tasks: dict[str, TaskShare] = Field(min_length=1)
     """Families; shares are ignored."""
     tasks_per_family: int = Field(64, ge=1)

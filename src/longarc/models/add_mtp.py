@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from longarc.config.model import GlmMoeDsaConfig
+from longarc.config.model import MAX_DEPTHS, GlmMoeDsaConfig
 from longarc.errors import ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder import GlmMoeDsa
@@ -28,7 +28,7 @@ def with_mtp(
         seed: of the random ones.
 
     Raises:
-        ConfigError: the model is of a family without MTP.
+        ConfigError: the model is of a family without MTP, or cannot have as many depths.
     """
     if not isinstance(model, GlmMoeDsa):
         raise ConfigError(
@@ -37,6 +37,8 @@ def with_mtp(
         )
     config = model.config
     depths = config.mtp_num_depths if num_depths is None else num_depths
+    if not 1 <= depths <= MAX_DEPTHS:
+        raise ConfigError(f"num_depths={depths} is not possible; draft 1 to {MAX_DEPTHS} tokens")
     if model.mtp is not None and depths == config.mtp_num_depths:
         return model
     wanted = config.model_copy(update={"num_nextn_predict_layers": 1, "mtp_num_depths": depths})

@@ -1,7 +1,7 @@
 """Dense attention over a table of key rows, in plain torch.
 
 Shape letters: N queries, n heads, g key heads (1 in MLA's absorbed form), P visible positions, R rows of
-the table, d key and value width.
+the table, d key width, v value width.
 """
 
 import torch
@@ -15,18 +15,18 @@ from longarc.models.plan import AttentionPlan, QueryRun, SingleQueries
 def dense_attention(
     query_Nnd: Float[Tensor, "N n d"],
     key_Rgd: Float[Tensor, "R g d"],
-    value_Rgd: Float[Tensor, "R g d"],
+    value_Rgv: Float[Tensor, "R g v"],
     plan: AttentionPlan,
     *,
     scale: float,
-) -> Float[Tensor, "N n d"]:
+) -> Float[Tensor, "N n v"]:
     """Attend from each query to every position of its sequence up to itself."""
     outputs, order = [], []
     for runs in _runs_by_shape(plan.runs):
-        outputs.append(_dense_runs(query_Nnd, key_Rgd, value_Rgd, runs, scale))
+        outputs.append(_dense_runs(query_Nnd, key_Rgd, value_Rgv, runs, scale))
         order.extend(runs)
     if plan.singles is not None:
-        outputs.append(_dense_singles(query_Nnd, key_Rgd, value_Rgd, plan.singles, scale))
+        outputs.append(_dense_singles(query_Nnd, key_Rgd, value_Rgv, plan.singles, scale))
     output_Nnd = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.singles is None and order == list(plan.runs):
         return output_Nnd

@@ -6,9 +6,12 @@ from torch import nn
 from longarc.config.model import (
     GlmHybridConfig,
     GlmMoeDsaConfig,
+    LlamaConfig,
     LlamaHybridConfig,
     ModelConfig,
 )
+from longarc.config.transformers_model import TransformersConfig
+from longarc.models.backbones.decoder import build_transformers
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
 from longarc.models.layers import RMSNorm
@@ -23,6 +26,8 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     Weights are drawn in fp32 in the order of the parameters and then cast, so that one seed gives one
     model in every dtype. Router biases stay fp32.
     """
+    if isinstance(config, TransformersConfig):
+        return build_transformers(config, seed=seed, dtype=dtype)
     with torch.device("meta"):
         model = _of_family(config)
     model.to(dtype).to_empty(device="cpu")
@@ -30,8 +35,10 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, RMSNorm | nn.LayerNorm):
-                    parameter.fill_(1.0 if name == "weight" else 0.0)
+                if name == "bias":
+                    parameter.zero_()
+                elif isinstance(module, RMSNorm | nn.LayerNorm):
+                    parameter.fill_(1.0)
                 else:
                     drawn = torch.empty(parameter.shape, dtype=torch.float32)
                     parameter.copy_(
@@ -45,7 +52,7 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     return model
 
 
-def _of_family(config: ModelConfig) -> Decoder:
+def _of_family(config: GlmMoeDsaConfig | LlamaConfig) -> Decoder:
     # A hybrid's settings are also those of the family it comes from, so they are looked for first.
     if isinstance(config, GlmHybridConfig):
         return GlmHybrid(config)

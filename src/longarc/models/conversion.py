@@ -8,6 +8,8 @@ from longarc.config.model import (
     LlamaHybridConfig,
     ModelConfig,
 )
+from longarc.config.transformers_model import TransformersConfig
+from longarc.errors import ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 
@@ -16,8 +18,14 @@ def hybrid_config(config: ModelConfig, pattern: AttentionPattern) -> HybridConfi
     """Return the settings of the hybrid; a hybrid can be converted again.
 
     Raises:
+        ConfigError: the model is computed by transformers' layers, which no pattern replaces.
         ValidationError: the pattern does not name every layer.
     """
+    if isinstance(config, TransformersConfig):
+        raise ConfigError(
+            f"pattern={pattern.layers!r} replaces attention, but the layers of a {config.family} model are "
+            f"transformers' own; leave pattern out, or use model.family = 'glm_moe_dsa' or 'llama'"
+        )
     values = config.model_dump(exclude={"family", "pattern"})
     settings = GlmHybridConfig if isinstance(config, GlmMoeDsaConfig) else LlamaHybridConfig
     return settings.model_validate({**values, "pattern": pattern})

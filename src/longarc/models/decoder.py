@@ -14,7 +14,7 @@ from longarc.models.decoder_base import (
     Pass,
 )
 from longarc.models.kernels.decode import NativeGlmMoeDsa
-from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU
+from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU, check_ids
 from longarc.models.layout import Layout
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
@@ -88,7 +88,8 @@ class GlmMoeDsa(Decoder):
             int4_group_size: as in ``forward``.
 
         Raises:
-            ContractError: the model has no layer for drafts, or the loss does not go with the attention.
+            ContractError: the model has no layer for drafts, the loss does not go with the attention, states,
+                ids and layout disagree, or an id is not in the vocabulary.
         """
         if self.mtp is None:
             raise ContractError(
@@ -100,6 +101,12 @@ class GlmMoeDsa(Decoder):
                 "with_indexer_loss=True does not go with attention='dense': the layer's indexer learns "
                 "from attention over the keys it selected"
             )
+        if not len(hidden) == len(token_ids) == layout.num_tokens:
+            raise ContractError(
+                f"{len(hidden)} states and {len(token_ids)} token ids do not fit a layout of {layout.num_tokens} "
+                f"tokens; drafts go on from what forward returned for the same ids and layout"
+            )
+        check_ids(token_ids, self.config.vocab_size)
         embedding = self.model.embed_tokens.weight
         output: DraftOutput = self.mtp(
             hidden if trains_trunk else hidden.detach(),
@@ -133,6 +140,7 @@ class GlmMoeDsa(Decoder):
             base=self.config.rope_theta,
             interleaved=True,
             dtype=self.output_weight.dtype,
+            scaling=self.config.rope_scaling,
         )
 
     def _native_cache(self, num_slots: int, max_length: int) -> NativeGlmMoeDsa:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
 from longarc.errors import ContractError
 from longarc.models.activations import Activations
 from longarc.models.cache import SlotCache
@@ -147,7 +147,7 @@ class DecoderStack(nn.Module):
 class Decoder(nn.Module):
     """A causal language model: ids in, final hidden states out."""
 
-    config: GlmMoeDsaConfig | LlamaConfig
+    config: ModelConfig
     model: DecoderStack
     lm_head: nn.Linear | None
     """None where the embedding is the output projection too."""
@@ -206,10 +206,15 @@ class Decoder(nn.Module):
                 f"{num_tokens} token ids do not fit a layout of {layout.num_tokens} tokens"
             )
         check_ids(token_ids, self.config.vocab_size)
-        if int4_group_size is not None and isinstance(self.config, LlamaConfig):
+        if int4_group_size is not None and not isinstance(self.config, GlmMoeDsaConfig):
             raise ContractError(
-                f"int4_group_size={int4_group_size} rounds routed experts, but a {self.config.family} model "
-                f"has none; leave it out"
+                f"int4_group_size={int4_group_size} rounds routed experts of LongArc's own layers, but a "
+                f"{self.config.family} model has none; leave it out"
+            )
+        if indexer_loss != "none" and not self._num_indexers:
+            raise ContractError(
+                f"indexer_loss={indexer_loss!r} trains indexers, but a {self.config.family} model has none; leave "
+                f"it out"
             )
         if indexer_loss != "none" and (indexer_loss == "warmup") != (attention == "dense"):
             raise ContractError(

@@ -20,6 +20,7 @@ from longarc.errors import ContractError
 from longarc.models.cache import SlotCache
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Attention
+from longarc.models.layers import check_ids
 from longarc.models.mtp import MultiTokenPredictor
 from longarc.models.plan import AttentionPlan, QueryRun
 from longarc.models.projection import project_logits
@@ -80,7 +81,8 @@ def draft(
         attention: as in the main model.
 
     Raises:
-        ContractError: the model has no MTP layer, the numbers disagree, or they do not fit the cache.
+        ContractError: the model has no MTP layer, there is no sequence, the numbers disagree or do not fit the
+            cache, or an id, given or chosen, is not in the vocabulary.
     """
     predictor = _predictor_of(model)
     if not len(hidden) == len(next_ids) == sum(counts) or num_steps < 1:
@@ -88,6 +90,9 @@ def draft(
             f"{len(hidden)} states, {len(next_ids)} tokens behind them and counts that sum to {sum(counts)} "
             f"have to be as many, and num_steps={num_steps} at least 1"
         )
+    if not counts:
+        raise ContractError("there is no sequence to draft for; call it with at least one")
+    check_ids(next_ids, model.config.vocab_size)
     cache.check(list(slots), list(starts), list(counts))
     sequences = _Sequences(slots, starts, counts, cache, hidden.device)
     embedding = model.model.embed_tokens.weight
@@ -105,7 +110,7 @@ def draft(
     keys = output.keys.at(last)
     state, fed = output.hidden[last], output.fed[last]
     logits = [project_logits(state, model.output_weight)]
-    token_ids = [choose(logits[0])]
+    token_ids = [_chosen(choose, logits[0])]
     plan = sequences.plan_of_last()
     for depth in range(2, num_steps + 1):
         output = predictor.depth(
@@ -116,8 +121,19 @@ def draft(
         )
         fed = output.fed
         logits.append(project_logits(output.hidden, model.output_weight))
-        token_ids.append(choose(logits[-1]))
+        token_ids.append(_chosen(choose, logits[-1]))
     return Drafted(torch.stack(token_ids, dim=1), torch.stack(logits, dim=1))
+
+
+def _chosen(choose: Choose, logits: Tensor) -> Tensor:
+    token_ids = choose(logits)
+    if token_ids.shape != logits.shape[:1]:
+        raise ContractError(
+            f"choose returned ids of shape {list(token_ids.shape)} for logits of {len(logits)} sequences; it "
+            f"draws one token for each"
+        )
+    check_ids(token_ids, logits.shape[1])
+    return token_ids
 
 
 def _predictor_of(model: GlmMoeDsa) -> MultiTokenPredictor:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
+from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 from longarc.models.elders.chatglm_config import glm_config, read_chatglm_config
 from longarc.models.hf_shapes import (
@@ -20,6 +20,8 @@ from longarc.models.hf_shapes import (
     LatentShape,
     LlamaShape,
     MoeGroupedShape,
+    Qwen3Shape,
+    QwenShape,
     Shape,
 )
 
@@ -94,16 +96,9 @@ def anatomy_of(raw: Mapping[str, Any]) -> Anatomy:
         # A null says the same as a field that is not there: the family's default.
         return anatomy(shape(**{name: value for name, value in raw.items() if value is not None}))
     except ValidationError as error:
-        wrong = "; ".join(_explained(problem) for problem in error.errors(include_url=False))
         raise ConfigError(
-            f"config.json does not describe a model of type {raw['model_type']}: {wrong}"
+            f"config.json does not describe a model of type {raw['model_type']}: {problems_of(error)}"
         ) from error
-
-
-def _explained(problem: ErrorDetails) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
-    field = ".".join(map(str, problem["loc"]))
-    return f"{field}: {message}" if field else message  # a rule between fields belongs to none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +317,34 @@ def _llama(shape: LlamaShape) -> Anatomy:
     return _anatomy(family, shape, attention, _dense_parts(shape, biases=biases))
 
 
+def _qwen2(shape: QwenShape) -> Anatomy:
+    family = "Qwen2: grouped-query attention with biases, dense"
+    keys = shape.num_attention_heads + 2 * shape.key_heads
+    attention = _grouped_attention(shape.model_copy(update={"attention_bias": False}))
+    return _qwen(family, shape, replace(attention, size=attention.size + keys * shape.head_width))
+
+
+def _qwen3(shape: Qwen3Shape) -> Anatomy:
+    family = "Qwen3: grouped-query attention with norms of its heads, dense"
+    attention = _grouped_attention(shape, output_bias=True)
+    return _qwen(family, shape, replace(attention, size=attention.size + 2 * shape.head_width))
+
+
+def _qwen(family: str, shape: QwenShape, attention: _Attention) -> Anatomy:
+    anatomy = _anatomy(family, shape, attention, _dense_parts(shape))
+    windows = shape.num_window_layers
+    if not windows:
+        return anatomy
+    flops, full = attention.flops_per_key, shape.num_hidden_layers - windows
+    return replace(
+        anatomy,
+        reads=(
+            ContextRead(name="attention", flops_per_key=flops * full),
+            ContextRead(name="window", flops_per_key=flops * windows, max_keys=shape.window),
+        ),
+    )
+
+
 _FAMILIES: Mapping[str, tuple[type[Shape], Callable[[Any], Anatomy]]] = {
     "glm_moe_dsa": (IndexedShape, _glm_moe_dsa),
     "glm4_moe_lite": (LatentShape, _glm4_moe_lite),
@@ -329,4 +352,6 @@ _FAMILIES: Mapping[str, tuple[type[Shape], Callable[[Any], Anatomy]]] = {
     "glm": (GlmShape, _glm),
     "glm4": (GlmShape, _glm4),
     "llama": (LlamaShape, _llama),
+    "qwen2": (QwenShape, _qwen2),
+    "qwen3": (Qwen3Shape, _qwen3),
 }

@@ -61,14 +61,17 @@ class TensorFiles:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "TensorFiles":
-        """Look into the files that an index names, or without one into all there are.
+        """Look into the files that an index names, or without one into those named like a model's.
+
+        Where none is, into all there are.
 
         Raises:
             CheckpointError: there are none, one is missing or truncated, or index and files disagree.
         """
         if (directory / INDEX_FILE).is_file():
             return cls(_indexed(directory), directory)
-        paths = sorted(directory.glob("*.safetensors"))
+        there = sorted(directory.glob("*.safetensors"))
+        paths = [path for path in there if _WEIGHTS.fullmatch(path.name)] or there
         if not paths:
             raise CheckpointError(
                 f"{directory} holds no *.safetensors file; convert the weights to safetensors first"
@@ -218,10 +221,16 @@ def _indexed(directory: Path) -> dict[str, StoredTensor]:
     try:
         place = json.loads((directory / INDEX_FILE).read_bytes())["weight_map"]
         names = sorted(set(place.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{directory / INDEX_FILE} has no weight_map from tensors to files: {error!r}; copy it again"
         ) from error
+    for name in names:
+        # Checked, because an index comes from elsewhere and could name any file of this machine.
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise CheckpointError(
+                f"{INDEX_FILE} names {name!r}, which is no file of {directory}; a shard lies beside its index"
+            )
     held = {name: _stored(directory / name) for name in names}
     for tensor, name in place.items():
         if tensor not in held[name]:

@@ -28,7 +28,7 @@ from longarc.algos.int4 import (
     packed_int4,
     unpacked_int4,
 )
-from longarc.errors import CheckpointError, ConfigError, boundary
+from longarc.errors import CheckpointError, ConfigError, ContractError, boundary
 from longarc.models.hf_files import Outgoing, StoredTensor, TensorFiles
 
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -209,6 +209,7 @@ def int4_outgoing(name: str, matrix: Tensor, group_size: int) -> list[Outgoing]:
 
     Raises:
         ConfigError: its rows are no whole groups, or no whole words of codes.
+        ContractError: when it is written: it holds a number that is not finite.
     """
     rows, columns = matrix.shape
     if group_size < 1 or columns % group_size or columns % CODES_PER_WORD:
@@ -221,7 +222,14 @@ def int4_outgoing(name: str, matrix: Tensor, group_size: int) -> list[Outgoing]:
         return packed_int4(int4_quantised(matrix, group_size)[0])
 
     def scales() -> Tensor:
-        return int4_quantised(matrix, group_size)[1]
+        scales = int4_quantised(matrix, group_size)[1]
+        # A NaN or infinity of any number is in its group's scale; its code would be a number like any other.
+        if not bool(scales.isfinite().all()):
+            raise ContractError(
+                f"{name!r} holds numbers that are not finite, which no INT4 code stands for; export a "
+                f"checkpoint from before the training diverged"
+            )
+        return scales
 
     return [
         Outgoing(f"{name}_packed", rows * columns // 2, codes),
@@ -260,6 +268,7 @@ def quantisation_to_hf(group_size: int) -> dict[str, Any]:
             "lm_head",
             "re:.*self_attn.*",
             "re:.*shared_experts.*",
+            "re:.*eh_proj.*",
             r"re:.*mlp\.gate$",
             r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
         ],

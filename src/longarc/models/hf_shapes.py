@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from longarc.config.index_share import IndexerKind, indexer_kinds
+from longarc.config.model import MAX_LAYERS
 
 
 class Shape(BaseModel):
@@ -25,7 +26,7 @@ class Shape(BaseModel):
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_attention_heads: PositiveInt
     intermediate_size: PositiveInt
     max_position_embeddings: PositiveInt
@@ -63,6 +64,41 @@ class LlamaShape(GroupedShape):
     """Llama: ``attention_bias`` also means one behind attention."""
 
     mlp_bias: bool = False
+
+
+class QwenShape(GroupedShape):
+    """Qwen2 and Qwen3, whose later layers may attend to a window."""
+
+    use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = 4096
+    max_window_layers: NonNegativeInt = 28
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """What attends in each layer; without it, layers from max_window_layers on attend to a window, if any does."""
+
+    @model_validator(mode="after")
+    def _kinds_are_whole(self) -> "QwenShape":
+        _check_length("layer_types", self.layer_types, self.num_hidden_layers)
+        return self
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a windowed layer reads [tokens]; None where there is no window."""
+        return self.sliding_window if self.use_sliding_window else None
+
+    @property
+    def num_window_layers(self) -> int:
+        """Layers that attend to a window."""
+        if self.window is None:
+            return 0
+        if self.layer_types is not None:
+            return self.layer_types.count("sliding_attention")
+        return max(0, self.num_hidden_layers - self.max_window_layers)
+
+
+class Qwen3Shape(QwenShape):
+    """Qwen3, whose heads have a width of their own."""
+
+    head_dim: PositiveInt | None = 128
 
 
 class GlmShape(GroupedShape):

@@ -7,11 +7,13 @@ fused. Everything else has one name in both places.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from longarc.config.model import ModelConfig
+from longarc.config.transformers_model import TransformersConfig
 from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -33,6 +35,7 @@ from longarc.models.hf_formats import (
     quantisation_from_hf,
     quantisation_to_hf,
 )
+from longarc.models.hf_transformers import with_mtp_of_files
 from longarc.models.moe import Experts
 
 MTP_PREFIX = "mtp."
@@ -48,19 +51,22 @@ def named_tensors(model: Decoder) -> dict[str, Tensor]:
 def _separate(model: Decoder) -> dict[str, Tensor]:
     """Return every tensor by its name in memory, the experts one by one."""
     tensors: dict[str, Tensor] = {}
-    stacked = {
-        name: module for name, module in model.named_modules() if isinstance(module, Experts)
-    }
+    stacked = {name: module for name, module in model.named_modules() if _is_stacked(module)}
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] not in stacked:
             tensors[name] = tensor
     for name, experts in stacked.items():
-        for index in range(experts.gate_up_proj.shape[0]):
+        for index in range(len(experts.gate_up_proj)):
             gate, up = experts.gate_up_proj[index].detach().chunk(2)
             tensors[f"{name}.{index}.gate_proj.weight"] = gate
             tensors[f"{name}.{index}.up_proj.weight"] = up
             tensors[f"{name}.{index}.down_proj.weight"] = experts.down_proj[index].detach()
     return tensors
+
+
+def _is_stacked(module: nn.Module) -> TypeGuard[Experts]:
+    """Say whether a module holds all experts of a layer, ours or transformers'; both stack them alike."""
+    return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
 
 
 def _with_hf_names(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,7 +145,10 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
     quantisation = quantisation_from_hf(raw)
     behind = f"model.layers.{config.num_hidden_layers}."
     with TensorFiles.of_directory(directory) as files:
-        if not any(name.startswith(behind) for name in files.tensors):
+        has_mtp = any(name.startswith(behind) for name in files.tensors)
+        if isinstance(config, TransformersConfig):
+            config = with_mtp_of_files(config, is_there=has_mtp)
+        elif not has_mtp:
             config = without_mtp(config)
         model = build_model(config, seed=0, dtype=dtype)
         # Some publishers repeat the main model's tables in the MTP layer, which shares them.
@@ -147,10 +156,20 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
     return model
 
 
+def pretrained_config(directory: Path | str) -> ModelConfig:
+    """Return what the ``config.json`` of a directory describes; no weights are looked at.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+        ConfigError: the architecture has a feature that LongArc does not build.
+    """
+    return config_from_hf(_config(Path(directory)))
+
+
 def _config(directory: Path) -> dict[str, Any]:
     try:
         raw = json.loads((directory / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{directory / CONFIG_FILE} cannot be read: {error}. Give a directory that holds a Hugging "
             f"Face config.json and *.safetensors"

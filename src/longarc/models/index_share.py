@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from longarc.config.index_share import IndexerKind, check_sharing, pattern_of
-from longarc.config.model import GlmMoeDsaConfig
+from longarc.config.model import GlmHybridConfig, GlmMoeDsaConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
@@ -110,7 +110,8 @@ def _finite(loss: float, kinds: Sequence[IndexerKind]) -> float:
 
 
 def _indexed_config(model: Decoder) -> GlmMoeDsaConfig:
-    if not isinstance(model.config, GlmMoeDsaConfig):
+    # A hybrid's config has the fields of this family too, but its layers have no indexers.
+    if not isinstance(model.config, GlmMoeDsaConfig) or isinstance(model.config, GlmHybridConfig):
         raise ConfigError(
             f"a {model.config.family} model has no indexers to share; this is for family = 'glm_moe_dsa'"
         )

@@ -146,8 +146,16 @@ class Indexer(nn.Module):
         for start in range(0, len(selected_NS), size):
             block = slice(start, start + size)
             attention_LQS = torch.stack([attention_NS[block] for attention_NS in attention])
-            total = total + _gathered_kl(
-                query[block], weight[block], rows.key, selected_NS[block], attention_LQS
+            # Again in backward, or the gathered keys and scores of all queries would be kept until then.
+            total = total + checkpoint(
+                _gathered_kl,
+                query[block],
+                weight[block],
+                rows.key,
+                selected_NS[block],
+                attention_LQS,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
         return total
 

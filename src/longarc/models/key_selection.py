@@ -48,7 +48,8 @@ def select_rows(
 ) -> Int[Tensor, "N S"]:
     """Return the table rows each query attends to, by ascending position, -1 last.
 
-    The width is always ``num_selected``, so that a query has the same shapes in every batch.
+    The width is always ``num_selected``, so that a query has the same shapes in every batch. A query that has to
+    choose among scores of which one is NaN gets no row.
 
     Args:
         rows: of the queries.
@@ -95,6 +96,8 @@ def _sorted_selection(
     for query, row_P in plan.visible_rows(table_Ri.device):
         dot_jP = rows.query[query].to(rows.weight.dtype) @ table_Ri[row_P].to(rows.weight.dtype).mT
         score_P = (dot_jP.relu() * rows.weight[query][:, None]).sum(dim=0)
+        if len(score_P) > num_selected and bool(score_P.isnan().any()):
+            continue  # no order, no key
         best_S = score_P.sort(descending=True, stable=True).indices[:num_selected].sort().values
         selected_NS[query, : len(best_S)] = row_P[best_S]
     return selected_NS

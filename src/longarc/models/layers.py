@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from longarc.config.rope import RopeScaling
 from longarc.errors import ContractError
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
+from longarc.models.rope import amplitude, inverse_frequencies
 
 ROW_MULTIPLE = 32
 """Row counts of all row-wise work are multiples of this.
@@ -52,16 +54,18 @@ def check_ids(token_ids: Int[Tensor, " tokens"], vocab_size: int) -> None:
 
 
 class Linear(nn.Linear):
-    """A product without bias; where the native kernels run, a row's result depends on that row alone."""
+    """A product; where the native kernels run, a row's result depends on that row alone."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=has_bias)
 
     def forward(self, x: Float[Tensor, "T inputs"]) -> Float[Tensor, "T outputs"]:
-        """Return ``x weight^T``."""
+        """Return ``x weight^T``, plus the bias where there is one."""
         if native_for(x, self.weight):
-            return native_rows.linear(x, self.weight)
-        return F.linear(x, self.weight)
+            # The bias is added to the finished product, as in decoding: the same sums, the same bits.
+            product = native_rows.linear(x, self.weight)
+            return product if self.bias is None else product + self.bias
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -84,8 +88,8 @@ class RMSNorm(nn.Module):
 class Rotation:
     """Rotary position embedding of one forward pass, in fp32 or better.
 
-    ``theta_i = base^(-2i/d)``; pair i of position p turns by ``p * theta_i``. GLM-5 rotates
-    neighbouring pairs (interleaved), Llama pairs (i, i + d/2).
+    ``theta_i = base^(-2i/d)`` unless scaled; pair i of position p turns by ``p * theta_i``. GLM-5 rotates
+    neighbouring pairs (interleaved), Llama pairs (i, i + d/2). YaRN also lengthens what it turns.
     """
 
     def __init__(
@@ -96,14 +100,18 @@ class Rotation:
         base: float,
         interleaved: bool,
         dtype: torch.dtype,
+        scaling: RopeScaling | None = None,
     ) -> None:
         self._interleaved = interleaved
-        exponent = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
-        angle = positions[:, None].to(torch.float32) * (1.0 / base**exponent)
+        frequency = inverse_frequencies(
+            width=width, base=base, scaling=scaling, device=positions.device
+        )
+        angle = (positions[:, None].to(torch.float32) * frequency).double()
         # In fp64 and rounded once, so that the numbers do not depend on how a table is cut into vectors.
-        cos, sin = angle.double().cos().float(), angle.double().sin().float()
+        length = amplitude(scaling)
+        cos, sin = (length * angle.cos()).float(), (length * angle.sin()).float()
         self.angles = (cos, sin)
-        """Cosine and sine of each pair, [T, width / 2] each."""
+        """Cosine and sine of each pair, [T, width / 2] each, times the amplitude of the scaling."""
         dtype = torch.promote_types(dtype, torch.float32)
         if interleaved:
             self._cos = torch.stack([cos, cos], dim=-1).flatten(1)[:, None].to(dtype)

@@ -1,4 +1,8 @@
-"""A Llama-type decoder: grouped-query attention and a dense feed-forward, Hugging Face names."""
+"""Llama-type decoders: grouped-query attention and a dense feed-forward, Hugging Face names.
+
+Llama, SmolLM2, Qwen2 and Qwen3 are one model here: what differs is whether projections have biases and heads
+of queries and keys a norm. Shape letters: T padded rows, N tokens, n query heads, g key heads, d head width.
+"""
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -32,19 +36,21 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self._layer, self._width = layer, head_width(config)
+        hidden = config.hidden_size
         queries = config.num_attention_heads * self._width
         keys = config.num_key_value_heads * self._width
-        self.q_proj = Linear(config.hidden_size, queries)
-        self.k_proj = Linear(config.hidden_size, keys)
-        self.v_proj = Linear(config.hidden_size, keys)
-        self.o_proj = Linear(queries, config.hidden_size)
+        inputs, output = config.attention_bias != "none", config.attention_bias == "all"
+        self.q_proj = Linear(hidden, queries, has_bias=inputs)
+        self.k_proj = Linear(hidden, keys, has_bias=inputs)
+        self.v_proj = Linear(hidden, keys, has_bias=inputs)
+        self.o_proj = Linear(queries, hidden, has_bias=output)
+        self.q_norm = RMSNorm(self._width, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self._width, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
         """Attend to everything before each token."""
-        rows, width = len(x), self._width
-        query_Tnd = step.rotation.apply(self.q_proj(x).view(rows, -1, width))
-        key_Tgd = step.rotation.apply(self.k_proj(x).view(rows, -1, width))
-        n = step.num_tokens
+        width, n = self._width, step.num_tokens
+        query_Tnd, key_Tgd = (step.rotation.apply(heads) for heads in self._query_and_key(x))
         keys = step.table("keys", self._layer, key_Tgd.flatten(1)[:n])
         values = step.table("values", self._layer, self.v_proj(x)[:n])
         keys, values = keys.view(len(keys), -1, width), values.view(len(values), -1, width)
@@ -57,6 +63,19 @@ class GroupedQueryAttention(nn.Module):
             attended_Nnd = dense_attention(query_Tnd[:n], keys, values, step.plan, scale=scale)
         output: Tensor = self.o_proj(with_padding(attended_Nnd, x).flatten(1))
         return output
+
+    def _query_and_key(
+        self, x: Float[Tensor, "T hidden"]
+    ) -> tuple[Float[Tensor, "T n d"], Float[Tensor, "T g d"]]:
+        """Return queries and keys before rotation, normalised where the model does that."""
+        return (
+            self._heads(self.q_proj(x), self.q_norm),
+            self._heads(self.k_proj(x), self.k_norm),
+        )
+
+    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
+        rows = projected.view(-1, self._width)
+        return (rows if norm is None else norm(rows)).view(len(projected), -1, self._width)
 
 
 class LlamaLayer(DecoderLayer):
@@ -78,7 +97,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(Decoder):
-    """Hugging Face ``LlamaForCausalLM``, names included."""
+    """Hugging Face ``LlamaForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM``, names included."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -103,6 +122,7 @@ class Llama(Decoder):
             base=self.config.rope_theta,
             interleaved=False,
             dtype=self.output_weight.dtype,
+            scaling=self.config.rope_scaling,
         )
 
     def _native_cache(self, num_slots: int, max_length: int) -> NativeLlama:

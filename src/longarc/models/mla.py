@@ -30,6 +30,7 @@ from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
 from longarc.models.key_selection import IndexerRows
 from longarc.models.layers import Linear, RMSNorm
+from longarc.models.rope import latent_softmax_scale
 from longarc.models.selection import Selection
 from longarc.models.sparse_attention import sparse_attention
 
@@ -46,7 +47,7 @@ class SparseLatentAttention(nn.Module):
         self._num_heads = config.num_attention_heads
         self._nope, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self._latent, self._value = config.kv_lora_rank, config.v_head_dim
-        self._scale = float(self._nope + self._rope) ** -0.5
+        self._scale = latent_softmax_scale(self._nope + self._rope, config.rope_scaling)
         latent_eps = (
             config.rms_norm_eps if config.latent_norm_eps is None else config.latent_norm_eps
         )

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Num
+from jaxtyping import Float, Int, Num
 from torch import Tensor, nn
 
 from longarc.algos.int4 import int4_linear
@@ -84,33 +84,67 @@ class Experts(nn.Module):
         With ``int4_group_size`` the experts compute with what INT4 leaves of their weights, rounded anew in
         backward: kept until then, it would be a second copy of all experts of the model.
         """
-        gate_up_proj: Tensor = self.gate_up_proj
-        down_proj: Tensor = self.down_proj
-        if native_for(x, gate_up_proj, down_proj):
-            return native_mixture.mix_experts(
-                x, chosen_Tk, weight_Tk, gate_up_proj, down_proj, int4_group_size=int4_group_size
-            )
-        num_chosen = chosen_Tk.shape[1]
-        order = chosen_Tk.flatten().argsort(stable=True)
-        sorted_rows = torch.split(x.index_select(0, order // num_chosen), counts_E.tolist())
-        outputs = [
-            _expert(rows, gate_up, down, int4_group_size)
-            for rows, gate_up, down in zip(
-                sorted_rows, gate_up_proj.unbind(), down_proj.unbind(), strict=True
-            )
-        ]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        # Summed slot after slot and not scattered expert after expert, so that the order of addition
-        # does not depend on the other tokens.
-        slots = (
-            torch.cat(outputs).index_select(0, back).view(*chosen_Tk.shape, -1)
-            * weight_Tk[..., None]
+        return mixed_experts(
+            x,
+            chosen_Tk,
+            weight_Tk,
+            counts_E,
+            self.gate_up_proj,
+            self.down_proj,
+            int4_group_size=int4_group_size,
         )
-        first, *others = slots.unbind(1)
-        for other in others:
-            first = first + other
-        return first
+
+
+def mixed_experts(
+    x: Float[Tensor, "T hidden"],
+    chosen_Tk: Int[Tensor, "T k"],
+    weight_Tk: Float[Tensor, "T k"],
+    counts_E: Int[Tensor, " E"],
+    gate_up_proj: Float[Tensor, "E twice_width hidden"],
+    down_proj: Float[Tensor, "E hidden width"],
+    *,
+    int4_group_size: int | None = None,
+) -> Float[Tensor, "T hidden"]:
+    """Return for each row the weighted sum of its experts' outputs, in the order of its choice.
+
+    Args:
+        x: rows.
+        chosen_Tk: experts of each row.
+        weight_Tk: of each chosen expert.
+        counts_E: rows of each expert.
+        gate_up_proj: gate rows first, then up rows.
+        down_proj: output projections.
+        int4_group_size: compute with what INT4 leaves of both, in groups of that many numbers.
+    """
+    if native_for(x, gate_up_proj, down_proj):
+        return native_mixture.mix_experts(
+            x,
+            chosen_Tk.to(torch.int32),
+            weight_Tk,
+            gate_up_proj,
+            down_proj,
+            int4_group_size=int4_group_size,
+        )
+    num_chosen = chosen_Tk.shape[1]
+    order = chosen_Tk.flatten().argsort(stable=True)
+    sorted_rows = torch.split(x.index_select(0, order // num_chosen), counts_E.tolist())
+    outputs = [
+        _expert(rows, gate_up, down, int4_group_size)
+        for rows, gate_up, down in zip(
+            sorted_rows, gate_up_proj.unbind(), down_proj.unbind(), strict=True
+        )
+    ]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    # Summed slot after slot and not scattered expert after expert, so that the order of addition
+    # does not depend on the other tokens.
+    slots = (
+        torch.cat(outputs).index_select(0, back).view(*chosen_Tk.shape, -1) * weight_Tk[..., None]
+    )
+    first, *others = slots.unbind(1)
+    for other in others:
+        first = first + other
+    return first
 
 
 def _expert(rows: Tensor, gate_up: Tensor, down: Tensor, int4_group_size: int | None) -> Tensor:
@@ -169,7 +203,12 @@ def update_router_bias(
         expert_counts: tokens per layer and expert.
         rate: step [score units]; 1e-3 in DeepSeek-V3, 0 in GLM-5's RL.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router, load in zip(routers, expert_counts.to(torch.float32), strict=True):
+    # By its buffer, which transformers' routers have under the same name.
+    biases = [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] == "e_score_correction_bias"
+    ]
+    for bias, load in zip(biases, expert_counts.to(torch.float32), strict=True):
         move = (load.mean() - load).sign()
-        router.e_score_correction_bias += rate * (move - move.mean())
+        bias += rate * (move - move.mean())

@@ -124,13 +124,20 @@ class AttentionPlan:
         return cls(tuple(runs))
 
     def flat_runs(self) -> FlatRuns:
-        """Return the runs as the native kernels read them."""
-        return FlatRuns.of(
-            [
-                (run.first_query, run.num_queries, run.first_position, run.key_row_list())
-                for run in self.runs
+        """Return the runs as the native kernels read them; a single query is a run of one."""
+        runs = [
+            (run.first_query, run.num_queries, run.first_position, run.key_row_list())
+            for run in self.runs
+        ]
+        if self.singles is not None:
+            first_rows, num_keys = self.singles.first_rows.tolist(), self.singles.num_keys.tolist()
+            runs += [
+                (query, 1, count - 1, torch.arange(first, first + count))
+                for query, first, count in zip(
+                    self.singles.query_list(), first_rows, num_keys, strict=True
+                )
             ]
-        )
+        return FlatRuns.of(runs)
 
     def key_lists(self, num_rows: int, device: torch.device) -> KeyLists:
         """Return what each query sees as the Triton kernels read it.

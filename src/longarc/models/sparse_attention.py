@@ -79,6 +79,12 @@ def _check_triton(x: Tensor) -> None:
             f"model to a GPU, choose 'cpu', or set TRITON_INTERPRET=1 before Python starts to have the "
             f"kernels interpreted, slowly"
         )
+    if x.dtype == torch.bfloat16:
+        # Triton 3.9 multiplies the bit patterns: it holds bf16 as whole numbers, and its product forgets that.
+        raise ResourceError(
+            "the attention back-end 'triton' was asked for, but Triton's interpreter computes nonsense with "
+            "torch.bfloat16; choose 'cpu', or a model in torch.float32"
+        )
 
 
 def sparse_attention(

@@ -11,13 +11,13 @@ from dataclasses import replace
 from longarc.config.coherence import check_is_sparse
 from longarc.config.index_share import kinds_of
 from longarc.config.stages import DsaConfig
-from longarc.config.training import OptimizerConfig
 from longarc.errors import ConfigError
 from longarc.models.index_share import with_shared_indexers
 from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.supervised import base_settings, drafts_along, train_supervised
 from longarc.pipeline.workspace import Workspace
 from longarc.runs.checkpoint import read_manifest
+from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
@@ -43,14 +43,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
             workspace,
             stage=stage,
             config=config,
-            settings=replace(
-                base_settings(config),
-                optimizer=_warmup_optimizer(config),
-                num_steps=config.warmup_steps,
-                mode="indexer_warmup",
-                attention="dense",
-                router_bias_rate=0.0,
-            ),
+            settings=warmup_settings(config),
             model=model,
             policy_version=version,
             documents=documents,
@@ -60,12 +53,7 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=replace(
-            base_settings(config),
-            attention="sparse",
-            indexer_loss_coeff=config.indexer_loss_coeff,
-            drafts=drafts_along(config.mtp),
-        ),
+        settings=sparse_settings(config),
         model=model,
         policy_version=version,
         documents=lambda step: documents(config.warmup_steps + step),
@@ -73,7 +61,24 @@ async def run(workspace: Workspace, stage: str, config: DsaConfig) -> None:
     )
 
 
-def _warmup_optimizer(config: DsaConfig) -> OptimizerConfig:
-    return config.optimizer.model_copy(
-        update={"lr": config.warmup_lr, "schedule": "constant", "weight_decay": 0.0}
+def warmup_settings(config: DsaConfig) -> SupervisedSettings:
+    """Return how the first phase trains: the indexer alone, at a constant rate of its own."""
+    rate = {"lr": config.warmup_lr, "schedule": "constant", "weight_decay": 0.0}
+    return replace(
+        base_settings(config),
+        optimizer=config.optimizer.model_copy(update=rate),
+        num_steps=config.warmup_steps,
+        mode="indexer_warmup",
+        attention="dense",
+        router_bias_rate=0.0,
+    )
+
+
+def sparse_settings(config: DsaConfig) -> SupervisedSettings:
+    """Return how the second phase trains: everything, on the selected keys."""
+    return replace(
+        base_settings(config),
+        attention="sparse",
+        indexer_loss_coeff=config.indexer_loss_coeff,
+        drafts=drafts_along(config.mtp),
     )

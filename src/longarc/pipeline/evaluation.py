@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from longarc.config.recipe import INITIAL
 from longarc.config.stages import EvalConfig
 from longarc.errors import ContractError, first_of
 from longarc.orchestrator.rollout import RolloutSpec, run_rollout
@@ -67,9 +68,8 @@ async def evaluate(
     """
     directory = workspace.run.stage(name).path
     directory.mkdir(parents=True, exist_ok=True)
-    matrix = _Matrix(
-        directory / RESULTS_FILE, list(workspace.recipe.stages), stages, families, num_tasks
-    )
+    order = [INITIAL, *workspace.recipe.stages]
+    matrix = _Matrix(directory / RESULTS_FILE, order, stages, families, num_tasks)
     missing = matrix.missing_stages()
     # Checkpoints share the cores: engines of one thread each do more together than one of several.
     is_embedded = workspace.recipe.engine.kind == "embedded"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from longarc.config.stages import MidtrainConfig
+from longarc.config.transformers_model import TransformersConfig
 from longarc.models.build import build_model
 from longarc.models.conversion import to_hybrid
 from longarc.models.decoder_base import Decoder
@@ -37,7 +38,11 @@ def with_rope_theta(model: Decoder, rope_theta: float | None) -> Decoder:
     """Return a model of the same weights with another RoPE base."""
     if rope_theta is None or rope_theta == model.config.rope_theta:
         return model
-    config = model.config.model_copy(update={"rope_theta": rope_theta})
+    config = (
+        model.config.with_rope_theta(rope_theta)
+        if isinstance(model.config, TransformersConfig)
+        else model.config.model_copy(update={"rope_theta": rope_theta})
+    )
     raised = build_model(config, seed=0)
     raised.load_state_dict(model.state_dict())
     return raised

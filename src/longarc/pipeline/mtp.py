@@ -9,8 +9,9 @@ from longarc.config.stages import MtpConfig
 from longarc.models.add_mtp import with_mtp
 from longarc.pipeline.demonstrations import text_and_demonstrations
 from longarc.pipeline.supervised import base_settings, train_supervised
-from longarc.pipeline.workspace import Workspace
+from longarc.pipeline.workspace import Attention, Workspace
 from longarc.trainer.draft_objective import DraftObjective
+from longarc.trainer.supervised import SupervisedSettings
 
 
 async def run(workspace: Workspace, stage: str, config: MtpConfig) -> None:
@@ -25,15 +26,20 @@ async def run(workspace: Workspace, stage: str, config: MtpConfig) -> None:
         workspace,
         stage=stage,
         config=config,
-        settings=replace(
-            base_settings(config),
-            mode="mtp",
-            attention=loaded.attention,
-            indexer_loss_coeff=config.indexer_loss_coeff,
-            indexer_stride=config.indexer_stride,
-            drafts=DraftObjective(loss=config.loss, cross_entropy_steps=config.cross_entropy_steps),
-        ),
+        settings=settings_of(config, attention=loaded.attention),
         model=with_mtp(loaded.model, num_depths=config.num_depths, start=config.start, seed=seed),
         policy_version=loaded.manifest.policy_version,
         documents=text_and_demonstrations(workspace, stage, config, seed=seed),
+    )
+
+
+def settings_of(config: MtpConfig, *, attention: Attention) -> SupervisedSettings:
+    """Return how the stage trains a model that attends like this."""
+    return replace(
+        base_settings(config),
+        mode="mtp",
+        attention=attention,
+        indexer_loss_coeff=config.indexer_loss_coeff,
+        indexer_stride=config.indexer_stride,
+        drafts=DraftObjective(loss=config.loss, cross_entropy_steps=config.cross_entropy_steps),
     )

@@ -9,8 +9,9 @@ import pickle
 from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
+from longarc.config.coherence import check_model_fits
 from longarc.config.load_object import load_object
-from longarc.config.recipe import Recipe
+from longarc.config.recipe import InitialCheckpoint, Recipe
 from longarc.config.stages import (
     DistillConfig,
     EvalConfig,
@@ -19,8 +20,11 @@ from longarc.config.stages import (
     SftConfig,
     takes_turns,
 )
+from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
+from longarc.models.backbones.classes import transformers_config
+from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
 from longarc.pipeline.workspace import check_fits, task_family
 from longarc.tokens.tokenizer import Tokenizer
@@ -35,16 +39,16 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
 
     Raises:
         ConfigError: an import path, or a family's or a loss's settings are wrong, or the tokenizer
-            is missing or does not fit the model.
-        CheckpointError: the tokenizer is damaged.
+            is missing or does not fit the model, or the model to start from cannot do a stage.
+        CheckpointError: the tokenizer is damaged, or there is no model where ``initial.path`` says.
         ResourceError: the machine has fewer cores than the recipe uses at once, or a stage's
             ``activations.offload_directory`` does not exist, is not writable or lies in memory.
     """
     _check_cores(recipe)
     _check_offloading(recipe)
     _check_engine(recipe)
-    if is_new and recipe.tokenizer.path is not None:
-        _check_tokenizer(recipe, Path(recipe.tokenizer.path))
+    if is_new:
+        _check_start(recipe)
     for name, stage in recipe.stages.items():
         if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
             for family_name, share in stage.tasks.items():
@@ -113,6 +117,15 @@ def _check_offloading(recipe: Recipe) -> None:
             raise ResourceError(f"stage {name!r}: {error}") from error
 
 
+def _check_start(recipe: Recipe) -> None:
+    if recipe.tokenizer.path is not None:
+        _check_tokenizer(recipe, Path(recipe.tokenizer.path))
+    if recipe.initial is not None:
+        _check_initial(recipe, recipe.initial)
+    elif isinstance(recipe.model, TransformersConfig):
+        transformers_config(recipe.model)  # refuses what transformers does not build
+
+
 def _check_tokenizer(recipe: Recipe, path: Path) -> None:
     if not path.exists():
         raise ConfigError(
@@ -122,6 +135,22 @@ def _check_tokenizer(recipe: Recipe, path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     if recipe.initial is None:
         check_fits(tokenizer, recipe.model)
+
+
+def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> None:
+    """Refuse stages that the model of a directory cannot do, as those that the recipe's own cannot do are."""
+    model = pretrained_config(initial.path)
+    if initial.is_sparse and model.family != "glm_moe_dsa":
+        raise ConfigError(
+            f"initial.is_sparse=true, but {initial.path} holds a {model.family} model, which has no sparse "
+            f"attention; leave it out"
+        )
+    if isinstance(model, TransformersConfig):
+        transformers_config(model)  # refuses what transformers does not build
+    try:
+        check_model_fits(model, recipe.stages)
+    except ValueError as error:
+        raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
 
 
 def _check_loss(stage: str, config: LossConfig) -> PolicyLoss:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
-from longarc.config.recipe import Recipe
+from longarc.config.recipe import INITIAL, Recipe
 from longarc.config.stages import TaskShare
 from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model
@@ -32,9 +32,6 @@ Attention = Literal["dense", "sparse"]
 
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the run's tokenizer in the run directory."""
-
-INITIAL_STAGE = "initial"
-"""Name under which imported weights stand beside the stages."""
 
 _MODEL_CONFIG: TypeAdapter[ModelConfig] = TypeAdapter(ModelConfig)
 
@@ -109,14 +106,14 @@ class Workspace:
             raise ConfigError(
                 "the first stage needs weights: put a pretrain stage before it or set initial.path"
             )
-        directory = self.run.stage(INITIAL_STAGE)
+        directory = self.run.stage(INITIAL)
         done = directory.final()
         if done is not None:
             return done
         model = load_pretrained_dir(self.recipe.initial.path)
         check_fits(self.tokenizer(), model.config)
         fields = self.manifest_fields(
-            stage=INITIAL_STAGE,
+            stage=INITIAL,
             step=0,
             policy_version=0,
             model=model,
@@ -130,7 +127,9 @@ class Workspace:
         return path
 
     def final(self, stage: str) -> Path:
-        """Return the final checkpoint of a finished stage."""
+        """Return the final checkpoint of a finished stage, or what the recipe starts from."""
+        if stage == INITIAL:
+            return self._initial()
         path = self.run.stage(stage).final()
         if path is None:
             raise CheckpointError(

@@ -55,6 +55,10 @@ before it: ``data/k3f9.txt`` is data / k 3 f 9 . txt after a space, a quote or a
 model can then copy names token by token, without learning which spellings mean the same text."""
 
 
+_NO_TEXT = "\N{REPLACEMENT CHARACTER}".encode()
+"""What an id without a token reads as."""
+
+
 def _byte_of_char() -> dict[str, int]:
     """Return the byte that each character of the byte-level alphabet stands for.
 
@@ -199,18 +203,19 @@ class Tokenizer:
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
         """Return the exact bytes of some ids, control tokens as their text.
 
+        Many models have more rows in their embedding than their tokenizer has ids, and can sample one of those:
+        such an id reads as U+FFFD, which is the policy's mistake and no reason to stop.
+
         Raises:
-            ConfigError: the tokenizer is not byte-level, or an id is outside the vocabulary.
+            ConfigError: the tokenizer is not byte-level.
         """
         if self._bytes is None:
             raise ConfigError("this tokenizer is not byte-level; use decode")
         try:
             return b"".join([self._bytes[i] for i in token_ids])
         except IndexError:
-            raise ConfigError(
-                f"token id {max(token_ids)} is outside the vocabulary of {self._vocab_size}: the "
-                f"tokenizer does not belong to this model"
-            ) from None
+            known = self._bytes
+            return b"".join([known[i] if i < len(known) else _NO_TEXT for i in token_ids])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one id, a control token as its text."""

@@ -5,9 +5,10 @@ without a model.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from longarc.config.model import GlmMoeDsaConfig, ModelConfig
+from longarc.config.transformers_model import TransformersConfig
 from longarc.errors import ContractError
 
 
@@ -54,7 +55,7 @@ def parameter_rule(
     heads whose scale matters (a sigmoid, a top-k of sums), and its convolution has a filter of its own for
     each channel, so their updates keep their relative sizes. Split:
     ``q_b_proj`` by head, ``kv_b_proj`` by head into key and value part, stacked experts by expert,
-    fused gate and up projections into the two.
+    fused gate and up projections, of experts or of a dense feed-forward, into the two.
 
     Source: GLM-5 (arXiv:2602.15763) section 2, Muon Split; the division of labour is GLM-4.5's.
 
@@ -87,12 +88,20 @@ def _muon_rule(parts: list[str], shape: tuple[int, ...], config: ModelConfig) ->
         rows = shape[1]
         is_fused = parts[-1] == "gate_up_proj"
         return MuonRule(num_blocks=shape[0], rows=(rows // 2, rows // 2) if is_fused else (rows,))
-    if isinstance(config, GlmMoeDsaConfig) and "q_b_proj" in parts:
+    if "gate_up_proj" in parts:
+        return MuonRule(num_blocks=1, rows=(shape[0] // 2, shape[0] // 2))
+    if not _has_latent_attention(config):
+        return MuonRule(num_blocks=1, rows=(shape[0],))
+    if "q_b_proj" in parts:
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
         return MuonRule(num_blocks=config.num_attention_heads, rows=(width,))
-    if isinstance(config, GlmMoeDsaConfig) and "kv_b_proj" in parts:
+    if "kv_b_proj" in parts:
         return MuonRule(
             num_blocks=config.num_attention_heads,
             rows=(config.qk_nope_head_dim, config.v_head_dim),
         )
     return MuonRule(num_blocks=1, rows=(shape[0],))
+
+
+def _has_latent_attention(config: ModelConfig) -> TypeGuard[GlmMoeDsaConfig | TransformersConfig]:
+    return config.family in ("glm_moe_dsa", "glm_hybrid", "glm4_moe_lite")

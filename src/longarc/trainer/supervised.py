@@ -43,7 +43,7 @@ class SupervisedSettings:
     indexer_stride: int = 1
     """The sparse indexer loss looks at every n-th query."""
     router_bias_rate: float = 1e-3
-    """Step of the loss-free expert balancing; 0 turns it off."""
+    """Step of the loss-free expert balancing of the layers that are trained; 0 turns it off."""
     int4_group_size: int | None = None
     """Numbers that share a scale where routed experts are trained as INT4; None trains without rounding."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
@@ -207,7 +207,7 @@ class SupervisedTrainer:
 
     def _balance(self, sums: LossSums, rate: float) -> None:
         """Move the router biases of the layers that are trained."""
-        if sums.expert_counts is not None and self._settings.mode != "mtp":
+        if sums.expert_counts is not None and self._settings.mode == "lm":
             update_router_bias(self.model.model, torch.from_numpy(sums.expert_counts), rate)
         if sums.drafts is not None:
             assert isinstance(self.model, GlmMoeDsa)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longarc.config.recipe import INITIAL
 from longarc.errors import CheckpointError, ContractError, boundary
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.directory import RunDirectory
@@ -128,7 +129,7 @@ def stage_facts(
                 "num_sampled_tokens": sum(t.num_sampled_tokens for t in trajectories.get(name, ())),
                 "num_trajectories": len(trajectories.get(name, ())),
                 "headline": (
-                    evaluation_headline(cells.get(name, ()), list(recipe_stages))
+                    evaluation_headline(cells.get(name, ()), [INITIAL, *recipe_stages])
                     if kind == "eval"
                     else headline(rows, kind)
                 ),

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from longarc.config.recipe import INITIAL
 from longarc.errors import ConfigError, ContractError, boundary
 from longarc.runs.directory import RunDirectory
 from longarc.runs.files import write_atomically
@@ -78,7 +79,7 @@ def report_data(
     with boundary(ContractError, f"{run.metrics_path} is damaged: restore it from a copy"):
         metrics = by_stage(read_metrics(run.metrics_path))
     evaluations = read_evaluations(run)
-    order = list(run.recipe().get("stages") or {})
+    order = [INITIAL, *(run.recipe().get("stages") or {})]
     with ExitStack() as stack:
         ledger = stack.enter_context(run.read_ledger()) if run.ledger_path.exists() else None
         steps, rows = _steps(ledger), _rows(ledger)

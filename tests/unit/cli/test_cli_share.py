@@ -85,6 +85,7 @@ def test_the_search_is_printed_with_a_pattern_that_convert_and_recipes_take(tmp_
     shared = with_shared_indexers(MODEL, ["full" if c == "F" else "shared" for c in pattern])
     assert f"{loss(MODEL):.4f}" == cells[0][1]
     assert f"{loss(shared):.4f}" == cells[-1][1]
+    assert loss(shared) != loss(MODEL)  # as it would be if attention were dense
 
     options = ["--stage", "dsa", "--index-topk-pattern", pattern]
     assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 0

@@ -115,3 +115,16 @@ def test_a_group_size_that_does_not_fit_is_refused(run, tmp_path, size, message,
     assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_lost_its_tokenizer_is_refused_before_anything_is_written(run, tmp_path, capsys):
+    (run / "tokenizer.json").unlink()
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 4
+    assert "has no tokenizer.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_is_a_file_is_refused(run, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 2
+    assert "out is not an empty directory; give a new one" in capsys.readouterr().err

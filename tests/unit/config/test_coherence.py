@@ -109,6 +109,8 @@ def test_the_recipe_as_it_stands_is_accepted():
             "eval",
             r"\['eval'\] are not training stages before it; available",
         ),
+        ("stages.eval.stages", ["initial"], r"\['initial'\] are not training stages before it"),
+        ("stages.distill.teachers.t", "initial", r"\['initial'\] are not training stages"),
         ("stages.rl.tasks", {}, r"stages.rl.tasks = \{\}: .*at least 1 item"),
         ("stages.eval.stages", [], r"stages.eval.stages = \[\]: .*at least 1 item"),
         ("stages.a/b", {"kind": "pretrain", "num_steps": 1}, r"already exist|file names"),
@@ -152,6 +154,14 @@ def test_a_contradiction_is_refused_with_its_values_and_the_fix(key, value, mess
         read(key, value)
 
 
+def test_what_a_recipe_starts_from_is_evaluated_and_teaches():
+    tree = copy.deepcopy(RECIPE) | {"initial": {"path": "m"}, "tokenizer": {"path": "m"}}
+    del tree["stages"]["pretrain"]
+    tree["stages"]["distill"]["teachers"] = {"t": "initial"}
+    tree["stages"]["eval"]["stages"] = ["initial", "rl"]
+    assert validated(Recipe, tree, source="recipe").stages["eval"].stages == ["initial", "rl"]
+
+
 def test_a_model_without_an_indexer_cannot_be_made_sparse():
     tree = copy.deepcopy(RECIPE)
     tree["model"] = {"family": "llama"}
@@ -170,6 +180,32 @@ def test_a_selection_that_leaves_nothing_out_is_no_conversion():
         ConfigError, match=r"'dsa'.*index_topk=128 is not below context_tokens=128.*lower"
     ):
         validated(Recipe, tree, source="recipe")
+
+
+def test_an_indexer_that_an_earlier_conversion_took_away_does_not_come_back():
+    tree = copy.deepcopy(RECIPE)
+    conversion = {"kind": "dsa", "num_steps": 1, "warmup_steps": 1}
+    tree["stages"]["dsa"] = conversion | {"index_topk_pattern": "FFSF"}
+    tree["stages"]["again"] = conversion | {"index_topk_pattern": "FSSF"}
+    assert "again" in validated(Recipe, tree, source="recipe").stages
+    tree["stages"]["again"] = conversion | {"index_topk_pattern": "FFFF"}
+    with pytest.raises(
+        ConfigError, match=r"'again': index_topk_pattern: layer 2 should have an indexer in 'FFFF'"
+    ):
+        validated(Recipe, tree, source="recipe")
+
+
+def test_an_indexer_warmup_that_never_reaches_its_rate_is_refused():
+    tree = copy.deepcopy(RECIPE)
+    tree["stages"]["dsa"] = {
+        "kind": "dsa", "num_steps": 9, "warmup_steps": 4, "optimizer": {"warmup_steps": 5}
+    }  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"(?s)optimizer.warmup_steps=5 .*has warmup_steps=4 .*lower"
+    ):
+        validated(Recipe, tree, source="recipe")
+    tree["stages"]["dsa"]["optimizer"] = {"warmup_steps": 4}
+    assert "dsa" in validated(Recipe, tree, source="recipe").stages
 
 
 def test_a_pattern_of_attention_cannot_be_made_sparse():

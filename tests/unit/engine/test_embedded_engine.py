@@ -15,6 +15,7 @@ from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
 from longarc.records.sampling import SampledTokens, Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
+from model_cases import YARN
 
 NANO = GlmMoeDsaConfig(
     vocab_size=64, index_topk=16, max_position_embeddings=256, initializer_range=0.2
@@ -22,6 +23,10 @@ NANO = GlmMoeDsaConfig(
 SHARED = NANO.model_copy(update={"index_topk_pattern": "FSSF"})
 LLAMA = LlamaConfig(
     vocab_size=64, hidden_size=48, max_position_embeddings=256, initializer_range=0.2
+)
+
+QWEN = LLAMA.model_copy(
+    update={"attention_bias": "all", "qk_norm": True, "rope_scaling": YARN}, deep=True
 )
 
 
@@ -53,7 +58,7 @@ def trainer_logprobs(model, ids, *, temperature=1.0):
     return token_logprobs(hidden[:-1], model.output_weight, ids[1:], temperature=temperature)[0]
 
 
-@pytest.mark.parametrize("config", [NANO, SHARED, LLAMA])
+@pytest.mark.parametrize("config", [NANO, SHARED, LLAMA, QWEN])
 async def test_reported_logprobs_are_the_ones_a_trainer_computes(config):
     prompt = list(range(1, 41))
     async with make_engine(config) as engine:

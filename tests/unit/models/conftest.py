@@ -3,7 +3,7 @@ import torch
 
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from model_cases import sharpened, small_glm, small_llama
+from model_cases import sharpened, small_glm, small_llama, small_qwen
 
 
 @pytest.fixture
@@ -14,6 +14,12 @@ def glm() -> Decoder:
 @pytest.fixture
 def llama() -> Decoder:
     return sharpened(build_model(small_llama(), seed=3))
+
+
+@pytest.fixture
+def qwen() -> Decoder:
+    """Biases, norms of heads and YaRN."""
+    return sharpened(build_model(small_qwen(), seed=3))
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def indexed(request) -> Decoder:
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["glm", "shared_glm", "llama"])
+@pytest.fixture(params=["glm", "shared_glm", "llama", "qwen"])
 def decoder(request) -> Decoder:
     return request.getfixturevalue(request.param)
 

@@ -12,7 +12,7 @@ from longarc.models.decoder import GlmMoeDsa
 from longarc.models.families import anatomy_of
 from longarc.models.hf_config import config_to_hf
 from longarc.models.llama import Llama
-from model_cases import small_glm, small_llama
+from model_cases import small_glm, small_llama, small_qwen
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -57,6 +57,29 @@ def test_published_sizes_of_other_families():
     assert round(air.num_main_parameters / 1e9) == 107  # "106B-A12B"
     assert int(air.num_active_parameters / 1e9) == 12
     assert round(take_census(config("glm_4_7_flash")).num_main_parameters / 1e9) == 30
+
+
+def test_published_sizes_of_qwen():
+    # Non-embedding parameters as their model cards round them: 0.36 B of 0.49 B, and 0.44 B of 0.6 B.
+    small = {"vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+    qwen2 = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    qwen2 |= {"model_type": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2}
+    qwen3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    qwen3 |= {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8}
+    assert take_census(small | qwen2).num_parameters == 494_032_768
+    assert take_census(small | qwen3).num_parameters == 596_049_920
+
+
+def test_layers_with_a_window_read_no_more_than_it():
+    raw = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    raw |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
+    window = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
+    census, full = take_census(raw | window), take_census(raw)
+    assert census.num_flops_per_token(10) == full.num_flops_per_token(10)
+    two_layers = 2 * 4 * 32  # FLOP for each key further away
+    assert full.num_flops_per_token(50) - census.num_flops_per_token(50) == 40 * two_layers
+    by_name = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    assert take_census(raw | window | by_name) == census
 
 
 def test_sharing_indexers_makes_a_token_at_a_million_cheaper_by_the_claimed_order():
@@ -113,6 +136,10 @@ def test_sparse_attention_reads_at_most_its_selection_and_the_indexer_everything
         small_glm(index_topk_freq=2),
         small_llama(),
         small_llama(tie_word_embeddings=True, head_dim=12),
+        small_llama(attention_bias="all"),
+        small_llama(attention_bias="inputs", head_dim=12),
+        small_llama(qk_norm=True, head_dim=12),
+        small_qwen(),
     ],
 )
 def test_our_own_models_have_as_many_parameters(settings):
@@ -158,6 +185,14 @@ CASES = {
     "glm": GROUPED | {"attention_bias": True},
     "glm4": GROUPED | {"attention_bias": True},
     "llama": GROUPED,
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen2, wide heads and windows": GROUPED | {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": GROUPED,
+    "qwen3, biases": {
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "llama, biases": GROUPED | {"attention_bias": True, "mlp_bias": True},
 }
 
@@ -193,6 +228,7 @@ def test_models_of_transformers_have_as_many_parameters(name):
         ({"model_type": None}, "None .* known"),
         ({"q_lora_rank": None}, r"glm_moe_dsa: q_lora_rank: Field required"),
         ({"hidden_size": 0}, "hidden_size: .*greater than 0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers: .*less than or equal to 10000"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"index_topk_pattern": "FXS"}, "index_topk_pattern"),
         ({"index_topk_pattern": "FSF"}, "index_topk_pattern describes 3 layers, .*=78"),

@@ -166,17 +166,26 @@ def test_numbers_that_disagree_are_refused(glm, make_ids):
     hidden, _ = text_drafts(model, ids, "sparse")
     cache = new_draft_cache(model, num_slots=1, max_length=16)
 
-    def call(model=model, *, start=0, counts=(5,), num_steps=2):
+    def call(
+        model=model,
+        *,
+        start=0,
+        counts=(5,),
+        num_steps=2,
+        ids=ids,
+        choose=lambda logits: logits.argmax(dim=1),
+    ):
+        num_new = sum(counts) if sum(counts) != 4 else 5
         draft(
             model,
-            hidden[:5],
-            ids[1:6],
-            [0],
-            [start],
+            hidden[:num_new],
+            ids[1 : num_new + 1],
+            [0][: len(counts)],
+            [start][: len(counts)],
             counts,
             cache,
             num_steps=num_steps,
-            choose=lambda logits: logits.argmax(dim=1),
+            choose=choose,
         )
 
     with pytest.raises(ContractError, match="counts that sum to 4"):
@@ -185,5 +194,13 @@ def test_numbers_that_disagree_are_refused(glm, make_ids):
         call(num_steps=0)
     with pytest.raises(ContractError, match="do not fit"):
         call(start=14)
+    with pytest.raises(ContractError, match="no sequence to draft for"):
+        call(counts=())
+    with pytest.raises(ContractError, match="token id 64 is outside"):
+        call(ids=torch.full_like(ids, 64))
+    with pytest.raises(ContractError, match="token id -1 is outside"):
+        call(choose=lambda logits: logits.argmax(dim=1) * 0 - 1)
+    with pytest.raises(ContractError, match=r"ids of shape \[1, 64\] for logits of 1 sequences"):
+        call(choose=lambda logits: logits.argsort(dim=1))
     with pytest.raises(ContractError, match="no MTP layer"):
         call(glm)

@@ -29,10 +29,12 @@ def test_sparse_decoding_in_any_company_is_bitwise_one_forward_pass(
     assert torch.equal(torch.cat(sampled), trained)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen"])
 @pytest.mark.parametrize("path", ["native", "eager"])
 def test_dense_decoding_in_any_company_agrees_with_one_forward_pass(
-    llama, make_ids, path, monkeypatch
+    name, make_ids, path, monkeypatch, request
 ):
+    llama = request.getfixturevalue(name)
     if path == "eager":
         monkeypatch.setenv("LONGARC_NATIVE", "0")
     documents = [make_ids(length) for length in (70, 41, 14, 1)]

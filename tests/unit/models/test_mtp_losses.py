@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longarc.algos.mtp import (
     acceptance,
@@ -14,6 +13,7 @@ from longarc.algos.mtp import (
 from longarc.errors import ContractError
 from longarc.models import projection
 from longarc.models.mtp_losses import draft_scores
+from model_cases import LargestTensor
 
 DEPTHS, TARGETS, WIDTH, VOCAB = 3, 17, 6, 11
 
@@ -105,18 +105,6 @@ def test_invalid_steps_have_no_gradient_even_if_they_are_not_numbers():
     is_valid = torch.tensor([[True], [False]])
     (end_to_end_tv(alpha, is_valid).sum() + single_step_tv(alpha, is_valid).sum()).backward()
     assert alpha.grad.tolist() == [[-1.5], [0.0]]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor holds that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.numel = max(self.numel, result.numel())
-        return result
 
 
 def test_probabilities_of_all_targets_never_exist_at_once():

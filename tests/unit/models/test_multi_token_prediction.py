@@ -262,5 +262,12 @@ def test_what_cannot_draft_says_so(glm, mtp, llama, make_ids):
         glm.drafts(hidden, ids, layout)
     with pytest.raises(ContractError, match="with_indexer_loss=True does not go with"):
         mtp.drafts(hidden, ids, layout, attention="dense", with_indexer_loss=True)
+    with pytest.raises(ContractError, match="8 states and 8 token ids do not fit a layout of 7"):
+        mtp.drafts(hidden, ids, Layout.documents([7]))
+    with pytest.raises(ContractError, match="token id 64 is outside"):
+        mtp.drafts(hidden, ids + 64 - ids.max(), layout)
+    for num_depths in (0, 17):
+        with pytest.raises(ConfigError, match=f"num_depths={num_depths} is not possible"):
+            with_mtp(mtp, num_depths=num_depths, seed=0)
     with pytest.raises(ConfigError, match="llama model has no layer"):
         with_mtp(build_model(small_llama(), seed=0), seed=0)

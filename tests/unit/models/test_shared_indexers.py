@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from longarc.config.index_share import kinds_of, pattern_of
+from longarc.config.model import AttentionPattern
 from longarc.errors import CheckpointError, ConfigError, ContractError
 from longarc.models.build import build_model
+from longarc.models.conversion import to_hybrid
 from longarc.models.hf_weights import load_pretrained_dir, load_weights, save_pretrained_dir
 from longarc.models.index_share import search_shared_layers, with_shared_indexers
 from longarc.models.kernels.native import native
@@ -59,6 +61,14 @@ def test_a_shared_layer_attends_to_what_the_layer_before_selected(
     assert not torch.equal(*chosen)
 
 
+def test_the_last_layer_that_uses_a_selection_lets_go_of_it(make_ids):
+    model, handed_on = model_of(PATTERN), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *call: handed_on.append(call[-1].selection is not None))
+    model(make_ids(20), Layout.documents([20]), indexer_loss="sparse")
+    assert handed_on == [True, True, False, True, False]
+
+
 def test_layers_out_of_order_are_refused(make_ids):
     model = model_of("FS")
     layers = list(model.model.layers)
@@ -98,6 +108,15 @@ def test_a_model_without_indexers_is_refused(llama):
         with_shared_indexers(llama, kinds_of("FS"))
     with pytest.raises(ConfigError, match="llama model has no indexers"):
         list(search_shared_layers(llama, lambda _: 0.0, num_full=1))
+
+
+def test_a_hybrid_has_no_indexers_to_share():
+    hybrid = to_hybrid(model_of("FFF"), AttentionPattern(layers="FSG"))
+    for kinds in ("FFF", "FSS"):
+        with pytest.raises(ConfigError, match="glm_hybrid model has no indexers"):
+            with_shared_indexers(hybrid, kinds_of(kinds))
+    with pytest.raises(ConfigError, match="glm_hybrid model has no indexers"):
+        list(search_shared_layers(hybrid, lambda _: 0.0, num_full=1))
 
 
 def search(losses, *, model=None, num_full=1):

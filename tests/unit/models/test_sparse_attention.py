@@ -8,6 +8,9 @@ import torch
 from longarc.errors import ConfigError, ResourceError
 from longarc.models import gathered_attention, key_selection
 from longarc.models.build import build_model
+from longarc.models.kernels.attention import FlatRuns
+from longarc.models.kernels.decode import NativeDecoder
+from longarc.models.kernels.native import native
 from longarc.models.key_selection import IndexerRows, select_rows
 from longarc.models.layout import Layout, Span
 from longarc.models.plan import AttentionPlan
@@ -121,6 +124,22 @@ def test_key_gradients_add_up_alike_in_blocks_of_any_size(numbers, monkeypatch):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", OTHERS)
+def test_half_precision_loses_nothing_of_a_row_that_many_queries_list(backend, monkeypatch):
+    """A sum in half precision stops growing where what is added is less than half of its last place."""
+    monkeypatch.setattr(gathered_attention, "GATHERED_FLOATS", 1)  # query by query
+    # Triton's interpreter cannot do bf16.
+    dtype, large = (torch.float16, 2048.0) if backend == "triton" else (torch.bfloat16, 256.0)
+    query = torch.ones(41, 1, 3, dtype=dtype)
+    table = torch.ones(1, 3, dtype=dtype, requires_grad=True)
+    rows = torch.zeros(41, 1, dtype=torch.long)
+    output, _ = sparse_attention(query, table, rows, value_width=2, scale=1.0, backend=backend)
+    weight = torch.ones(41, 1, 1, dtype=dtype)
+    weight[0] = large
+    (output * weight).sum().backward()
+    assert table.grad.tolist() == [[large + 40, large + 40, 0.0]]
+
+
 def whole_rows(num_tokens, num_heads, width, dtype=torch.float32):
     """Draw small whole numbers as rows of an indexer: scores are exact in any order, and tie often."""
     generator = torch.Generator().manual_seed(num_tokens)
@@ -147,6 +166,57 @@ def test_back_ends_select_the_same_rows_ties_included(backend, make, num_heads, 
         rows, rows.key, plan, num_selected=num_selected, backend=name
     )
     assert torch.equal(select(backend), select("reference"))
+
+
+@pytest.mark.parametrize("backend", ["reference", *OTHERS, "native"])
+@pytest.mark.parametrize(
+    ("part", "token", "broken"),
+    [
+        ("key", 6, [6, 7, 8, 9]),
+        (
+            "key",
+            1,
+            [3, 4, 5, 6, 7, 8, 9],
+        ),  # queries before that read all they see, and choose nothing
+        ("weight", 6, [6]),
+        ("weight", 1, []),
+    ],
+)
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")], ids=["nan", "-nan"])
+def test_a_query_that_chooses_among_scores_without_order_gets_no_row(
+    backend, part, token, broken, nan
+):
+    drawn = real_rows(14, 4, 5)
+    rows = IndexerRows(drawn.query.float(), drawn.key.float(), drawn.weight.float())
+    plan = AttentionPlan.of_layout(Layout.documents([10, 4]), CPU)
+    runs = plan.flat_runs() if backend == "native" else None
+    select = lambda: select_rows(  # noqa: E731
+        *(rows, rows.key, plan), num_selected=3, backend="cpu" if runs else backend, flat_runs=runs
+    )
+    expected = select()
+    expected[broken] = -1
+    getattr(rows, part)[token] = nan
+    assert torch.equal(select(), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", *OTHERS, "native"])
+def test_attention_to_nothing_is_not_a_number(backend):
+    query, table, rows = draw(3, 2, 6).float(), draw(8, 6, seed=1).float(), listed(3, 8, 4)
+    rows[1] = -1
+    runs = FlatRuns.of([(0, 3, 5, torch.arange(8))]) if backend == "native" else None
+    attended, mass = sparse_attention(
+        query,
+        table,
+        rows,
+        value_width=4,
+        scale=0.5,
+        with_mass=True,
+        backend="cpu" if runs else backend,
+        flat_runs=runs,
+    )
+    assert attended[1].isnan().all()
+    assert attended[[0, 2]].isfinite().all()
+    assert mass[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -242,6 +312,13 @@ def test_without_being_asked_the_device_decides(monkeypatch):
     assert backend_for(torch.zeros(1), "cpu") == "cpu"
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_decoding_in_single_precision_takes_the_back_end_too(backend, monkeypatch):
+    monkeypatch.setenv(VARIABLE, backend)
+    cache = build_model(small_glm(), seed=0).new_cache(1, 8)
+    assert isinstance(cache, NativeDecoder) == (backend == "cpu" and native() is not None)
+
+
 def test_an_unknown_back_end_is_refused_with_those_there_are(monkeypatch):
     monkeypatch.setenv(VARIABLE, "cuda")
     with pytest.raises(ConfigError, match=r"no attention back-end 'cuda'.*reference, cpu, triton"):
@@ -261,6 +338,15 @@ def test_triton_on_a_processor_is_refused_unless_interpreted(monkeypatch):
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     with pytest.raises(ResourceError, match=r"tensors are on cpu.*TRITON_INTERPRET=1"):
         backend_for(torch.zeros(1), "triton")
+
+
+@needs_triton
+def test_bf16_in_tritons_interpreter_is_refused(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    with pytest.raises(ResourceError, match=r"nonsense with torch\.bfloat16; choose 'cpu'"):
+        backend_for(torch.zeros(1, dtype=torch.bfloat16), "triton")
 
 
 @pytest.mark.gpu

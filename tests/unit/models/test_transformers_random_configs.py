@@ -1,4 +1,4 @@
-"""Logits of 20 random models against transformers' GlmMoeDsa: alone, packed and padded on the left.
+"""Logits of 32 random models against transformers' GlmMoeDsa, packed and padded on the left; half of them share indexers.
 
 Equal epsilons, and transformers' ``topk`` replaced by one that keeps the tie rule: with few index heads many scores
 are exactly zero, and ``topk`` promises nothing about them.
@@ -10,11 +10,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from longarc.config.rope import LinearRope
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_pretrained_dir
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
-from model_cases import small_glm
+from model_cases import YARN, small_glm
 
 TOLERANCE = 2e-5
 
@@ -30,8 +31,19 @@ def topk_with_tie_rule(scores, k, dim=-1, largest=True, sorted=True):
     return TopK(values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
 
 
-def random_config(rng: random.Random):
-    layers = rng.randint(1, 4)
+def random_schedule(rng: random.Random, layers: int):
+    """Draw which layers reuse a selection, as a pattern or by a rule; at least one does."""
+    if rng.random() < 0.5:
+        kinds = ["F", "S", *(rng.choice("FS") for _ in range(layers - 2))]
+        rest = kinds[1:]
+        rng.shuffle(rest)
+        return {"index_topk_pattern": "".join(["F", *rest])}
+    offset = rng.randint(1, layers - 1)
+    return {"index_topk_freq": rng.randint(2, 4), "index_skip_topk_offset": offset}
+
+
+def random_config(rng: random.Random, *, shares: bool):
+    layers = rng.randint(2, 6) if shares else rng.randint(1, 4)
     rope = rng.choice([2, 4, 8])
     experts = rng.randint(2, 8)
     return small_glm(
@@ -54,8 +66,10 @@ def random_config(rng: random.Random):
         index_head_dim=rope + rng.randint(0, 8),
         index_topk=rng.randint(1, 40),
         rope_theta=rng.choice([100.0, 1e4, 8e6]),
+        rope_scaling=rng.choice([None, YARN, LinearRope(factor=3.0)]),
         rms_norm_eps=rng.choice([1e-6, 1e-5]),
         latent_norm_eps=1e-6,  # what transformers always takes
+        **(random_schedule(rng, layers) if shares else {}),
     )
 
 
@@ -70,12 +84,15 @@ def spread(model):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(32))
 def test_packed_and_padded_logits_are_those_of_transformers(seed, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(torch.Tensor, "topk", topk_with_tie_rule)
     rng = random.Random(seed)
-    ours = spread(build_model(random_config(rng), seed=seed))
+    shares = seed % 2 == 1
+    config = random_config(rng, shares=shares)
+    assert ("shared" in config.indexer_kinds) == shares
+    ours = spread(build_model(config, seed=seed))
     save_pretrained_dir(ours, tmp_path)
     reference = transformers.GlmMoeDsaForCausalLM.from_pretrained(tmp_path, local_files_only=True)
     reference.eval()

@@ -24,7 +24,14 @@ CORPUS = {"max_bytes": 200_000, "copy_share_frac": 0.6}
 SHORT = {"context_tokens": 64, "tokens_per_step": 256, "corpus": CORPUS}
 STAGES = {
     "pretrain": {"kind": "pretrain", "num_steps": 2, **SHORT},
-    "mtp": {"kind": "mtp", "num_steps": 4, "num_depths": 2, "checkpoint_every_steps": 1, **SHORT},
+    "mtp": {
+        "kind": "mtp",
+        "num_steps": 4,
+        "num_depths": 2,
+        "optimizer": {"lr": 1e-4},
+        "checkpoint_every_steps": 1,
+        **SHORT,
+    },
     "sft": {
         "kind": "sft",
         "num_steps": 1,
@@ -86,6 +93,13 @@ def test_the_finished_model_stays_as_it_was_and_drafts_are_new(finished):
     manifest = read_manifest(final(finished, "mtp"))
     assert manifest.model["num_nextn_predict_layers"] == 1
     assert manifest.model["mtp_num_depths"] == 2
+
+
+def test_drafts_start_from_the_last_layer(finished):
+    before, after = tensors(finished, "pretrain"), tensors(finished, "mtp")
+    name = "self_attn.o_proj.weight"
+    moved = after[f"model.layers.3.{name}"] - before[f"model.layers.2.{name}"]
+    assert 0 < moved.abs().max() < 0.1 * before[f"model.layers.2.{name}"].std()
 
 
 def test_a_later_stage_trains_them_along(finished):

@@ -159,9 +159,11 @@ def test_an_unknown_control_token_names_those_there_are():
         TOKENIZER.special_id("<|im_start|>")
 
 
-def test_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(ConfigError, match="token id 320 is outside the vocabulary of 320"):
-        TOKENIZER.decode([5, 320])
+def test_an_id_of_a_padded_embedding_reads_as_the_replacement_character():
+    assert TOKENIZER.decode_bytes([65, 320, 66]) == b"".join(
+        [TOKENIZER.token_bytes(65), b"\xef\xbf\xbd", TOKENIZER.token_bytes(66)]
+    )
+    assert TOKENIZER.decode([5000]) == "\N{REPLACEMENT CHARACTER}"
 
 
 def foreign(special: dict[str, bool], *, byte_level: bool) -> Tokenizer:

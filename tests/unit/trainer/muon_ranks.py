@@ -68,12 +68,21 @@ def shard(model, mesh, placements_of):
     return model
 
 
-def run_ranks(num_ranks, directory, **inputs):
-    """Run `_rank` in processes; whoever hangs is killed, and that is an error."""
-    Path(directory).mkdir()
+def run_ranks(root, *, sizes, state):
+    """Run groups of these sizes, ascending, one after another in the same processes.
+
+    Each group goes on from the state that the one before leaves; whoever hangs is killed, and that is an error.
+
+    Args:
+        root: receives a directory for each size.
+        sizes: ranks of each group.
+        state: file that the first group goes on from.
+    """
+    for size in sizes:
+        (Path(root) / str(size)).mkdir()
     processes = [
-        SPAWN.Process(target=_rank, args=(rank, num_ranks, str(directory), os.getpid(), inputs))
-        for rank in range(num_ranks)
+        SPAWN.Process(target=_process, args=(rank, str(root), sizes, state, os.getpid()))
+        for rank in range(max(sizes))
     ]
     for process in processes:
         process.start()
@@ -81,20 +90,29 @@ def run_ranks(num_ranks, directory, **inputs):
         process.join(TIMEOUT_S)
         if process.is_alive():
             process.kill()
-    assert [process.exitcode for process in processes] == [0] * num_ranks
+    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-def _rank(rank, num_ranks, directory, parent_pid, inputs):
+def _process(rank, root, sizes, state, parent_pid):
     enter_child(parent_pid, num_threads=1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=num_ranks
-    )
+    for size in sizes:
+        directory = f"{root}/{size}"
+        if rank < size:
+            # Rank 0 comes from the group before, so nobody reads a state that is not written yet.
+            meeting = f"file://{directory}/meet"
+            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+            _rank(rank, size, directory, state)
+            dist.destroy_process_group()
+        state = f"{directory}/state.safetensors"
+
+
+def _rank(rank, num_ranks, directory, state_file):
     results = {
         "whole": _whole(),
         "in_small_buckets": _in_small_buckets(),
         "sharded": _sharded(num_ranks),
         "mixed": _mixed(num_ranks),
-        "resumed": _resumed(inputs["state"]),
+        "resumed": _resumed(state_file),
         "fsdp": _fsdp(rank, num_ranks),
         "refused": _refused(rank),
         "nano_momentum_bytes": _nano_momentum_bytes(),
@@ -103,7 +121,6 @@ def _rank(rank, num_ranks, directory, parent_pid, inputs):
     if rank == 0:
         save_file(state, f"{directory}/state.safetensors")
     torch.save(results, f"{directory}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 def _optimizer(model, config=TINY):

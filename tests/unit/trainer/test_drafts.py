@@ -160,6 +160,30 @@ def test_losses_and_gradients_are_the_plain_formulas(loss, masked):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("along", [False, {"weight": 0.3, "trains_trunk": False}])
+def test_each_loss_of_the_drafts_is_divided_by_its_own_count(along):
+    ids = torch.arange(20)
+    model = tiny_model(dtype=torch.float64, config=DRAFTER)
+    packed = ids[:-1], Layout.documents([19])
+    output = model.drafts(model(*packed).hidden, *packed, with_indexer_loss=True, indexer_stride=2)
+    logprobs = (output.hidden @ model.output_weight.detach().T).log_softmax(dim=-1)
+    nll = -logprobs[:, torch.arange(19), ids[1:]][output.has_draft].sum() / 3 / 19
+    kl = output.indexer_loss_sum / output.num_indexer_terms
+    assert output.num_indexer_terms == 9
+    total = (along["weight"] if along else 1.0) * nll + 5.0 * kl
+    grads = torch.autograd.grad(total, list(model.mtp.parameters()), allow_unused=True)
+    expected = torch.cat([g.flatten() for g in grads if g is not None]).norm().item()
+    trainer = make_trainer(
+        dtype=torch.float64,
+        along=along,
+        attention="sparse",
+        indexer_loss_coeff=5.0,
+        indexer_stride=2,
+    )
+    values = combine(trainer.step([Document(token_ids=ids.tolist())]).metrics)
+    assert values["grad/mtp_norm"] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("along", [False, {"weight": 0.3}])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_and_shared_prefixes_do_not_change_the_result(loss, along):

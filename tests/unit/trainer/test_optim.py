@@ -156,6 +156,31 @@ def test_two_steps_follow_the_formula_for_a_split_projection():
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(48, 20), (20, 48), (32, 32)], ids=["tall", "wide", "square"])
+def test_steps_are_those_of_torch_with_its_scale_for_adamw(shape):
+    """Up to torch's rounding, which iterates in bf16 on every device."""
+    ours, theirs = nn.Module(), nn.Module()
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    for module in (ours, theirs):
+        module.weight = nn.Parameter(start.clone())
+    optimizer = MuonAdamW(ours, TINY_LLAMA, OptimizerConfig(weight_decay=0.3))
+    reference = torch.optim.Muon(
+        theirs.parameters(),
+        lr=0.05,
+        weight_decay=0.3,
+        momentum=0.95,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for seed in range(3):
+        for module in (ours, theirs):
+            gradients(module, seed=seed)
+        optimizer.step(0.05)
+        reference.step()
+    moved, expected = ours.weight.detach() - start, theirs.weight.detach() - start
+    assert (moved - expected).norm() < 0.02 * expected.norm()
+
+
 def test_a_strong_head_does_not_drown_a_weak_one():
     model = tiny_model()
     optimizer = MuonAdamW(model, TINY, OptimizerConfig(weight_decay=0.0))

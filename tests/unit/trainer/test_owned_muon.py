@@ -53,12 +53,8 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     state_file = root / "alone.safetensors"
     save_file(dict(alone(range(2))[1].state_dict()), state_file)
-    results = {}
-    for num_ranks in RANKS:
-        directory = root / str(num_ranks)
-        run_ranks(num_ranks, directory, state=str(state_file))
-        results[num_ranks] = [torch.load(directory / f"{r}.pt") for r in range(num_ranks)]
-        state_file = directory / "state.safetensors"
+    run_ranks(root, sizes=RANKS, state=str(state_file))
+    results = {n: [torch.load(root / str(n) / f"{r}.pt") for r in range(n)] for n in RANKS}
     return results, root
 
 

@@ -195,15 +195,18 @@ def test_the_same_documents_give_bit_identical_weights():
 
 
 def test_the_warm_up_moves_the_indexer_and_nothing_else():
-    trainer = make_trainer(mode="indexer_warmup", router_bias_rate=0.0)
+    trainer = make_trainer(mode="indexer_warmup", router_bias_rate=0.5)
     before = weights(trainer)
+    own = {name for name in before if "indexer" in name}
     losses = []
     for _ in range(12):
         metrics = combine(trainer.step(documents()).metrics)
         assert "loss/lm_nats" not in metrics
+        assert (
+            moved(before, weights(trainer)) <= own
+        )  # in each step: a router's bias may swing back
         losses.append(metrics["loss/indexer_kl_nats"])
-    names = moved(before, weights(trainer))
-    assert names == {name for name in before if "indexer" in name}
+    assert moved(before, weights(trainer)) == own
     assert losses[-1] < losses[0]
 
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from longarc.config.model import MAX_LAYERS
+from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 
 _BASE = 10_000.0
@@ -25,7 +27,7 @@ class ChatGlmConfig(BaseModel):
     model_type: Literal["chatglm"]
     padded_vocab_size: PositiveInt
     hidden_size: PositiveInt
-    num_layers: PositiveInt
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_attention_heads: PositiveInt
     kv_channels: PositiveInt = Field(multiple_of=4)
     """Width of a head; half of it is rotated, in pairs."""
@@ -58,9 +60,8 @@ def read_chatglm_config(raw: Mapping[str, Any]) -> ChatGlmConfig:
     try:
         return ChatGlmConfig.model_validate(dict(raw))
     except ValidationError as error:
-        wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
         raise ConfigError(
-            f"config.json is not one of ChatGLM2, ChatGLM3 or GLM-4-9B that can be converted: {wrong}"
+            f"config.json is not one of ChatGLM2, ChatGLM3 or GLM-4-9B that can be converted: {problems_of(error)}"
         ) from error
 
 

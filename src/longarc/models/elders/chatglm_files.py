@@ -87,7 +87,7 @@ def _read(files: TensorFiles, tensor: GlmTensor) -> Tensor:
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. Give a directory that holds the config.json and the "
             f"*.safetensors of a ChatGLM checkpoint"

@@ -19,6 +19,7 @@ from longarc.models.kernels.memory import Arena
 from longarc.models.kernels.native import check_ids, native_for, required
 from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
+from longarc.models.rope import latent_softmax_scale
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
@@ -287,10 +288,26 @@ class NativeLlama(NativeDecoder):
                 qkv=self._pack(q, k, v),
                 output=self._pack(o),
                 post_norm=self._weight(i, "post_attention_layernorm.weight").data_ptr(),
+                **self._extras(i),
                 feed_forward=structs.FeedForward(**self._dense(i, "mlp")),
                 **structs.addresses(self.layer(i)),
             )
         return layers
+
+    def _extras(self, layer: int) -> dict[str, int]:
+        """Return the addresses of what not every model has: biases, and norms of queries and keys."""
+        extras: dict[str, int] = {}
+        if self._config.attention_bias != "none":
+            biases = [self._weight(layer, f"self_attn.{name}_proj.bias") for name in "qkv"]
+            # One behind the other, as their projections are packed; read in place they would not be.
+            joined = self._arena.take(sum(len(bias) for bias in biases))
+            extras["qkv_bias"] = joined.copy_(torch.cat(biases)).data_ptr()
+        if self._config.attention_bias == "all":
+            extras["output_bias"] = self._weight(layer, "self_attn.o_proj.bias").data_ptr()
+        if self._config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                extras[name] = self._weight(layer, f"self_attn.{name}.weight").data_ptr()
+        return extras
 
 
 class NativeGlmMoeDsa(NativeDecoder):
@@ -340,7 +357,9 @@ class NativeGlmMoeDsa(NativeDecoder):
             eps=config.rms_norm_eps,
             latent_eps=config.rms_norm_eps if latent_eps is None else latent_eps,
             index_eps=1e-6,
-            scale=float(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5,
+            scale=latent_softmax_scale(
+                config.qk_nope_head_dim + config.qk_rope_head_dim, config.rope_scaling
+            ),
             index_scale=float(config.index_n_heads * config.index_head_dim) ** -0.5,
         )
 

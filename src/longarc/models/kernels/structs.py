@@ -58,7 +58,7 @@ class LlamaLayer(ctypes.Structure):
     """Weights and cache of one layer of a Llama-type decoder."""
 
     _fields_: ClassVar[list[_CField]] = [
-        *_pointers("input_norm qkv output post_norm"),
+        *_pointers("input_norm qkv output post_norm qkv_bias output_bias q_norm k_norm"),
         ("feed_forward", FeedForward),
         *_pointers("keys values"),
     ]

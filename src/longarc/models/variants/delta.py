@@ -206,6 +206,24 @@ class GatedDelta(DeltaAttention):
         return causal_convolution(channels_Nc, weight, rows, before_Bc)
 
 
+def delta_attention(
+    pattern: AttentionPattern,
+    layer: int,
+    *,
+    is_gated: bool,
+    num_heads: int,
+    widths: tuple[int, int],
+    hidden_size: int,
+    eps: float,
+) -> DeltaAttention:
+    """Build GDN or SimpleGDN for heads whose keys and values have these widths."""
+    if not is_gated:
+        return SimpleDelta(pattern, layer, num_heads=num_heads, widths=widths)
+    return GatedDelta(
+        pattern, layer, num_heads=num_heads, widths=widths, hidden_size=hidden_size, eps=eps
+    )
+
+
 def _scan(
     forest: ChunkForest, inputs: tuple[Tensor, ...], memory_Xnkv: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from longarc.config.model import LlamaHybridConfig
 from longarc.models.decoder_base import Pass, with_padding
 from longarc.models.llama import GroupedQueryAttention, head_width
-from longarc.models.variants.delta import DeltaAttention, GatedDelta, SimpleDelta
+from longarc.models.variants.delta import delta_attention
 from longarc.models.variants.memory import MemoryShape
 from longarc.models.variants.windows import windowed_attention
 
@@ -27,9 +27,8 @@ class WindowGroupedAttention(FullGroupedAttention):
 
     def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
         """Attend to the window of each token."""
-        rows, width, n = len(x), self._width, step.num_tokens
-        query_Tnd = step.rotation.apply(self.q_proj(x).view(rows, -1, width))
-        key_Tgd = step.rotation.apply(self.k_proj(x).view(rows, -1, width))
+        width, n = self._width, step.num_tokens
+        query_Tnd, key_Tgd = (step.rotation.apply(heads) for heads in self._query_and_key(x))
         keys = step.table("keys", self._layer, key_Tgd.flatten(1)[:n])
         values = step.table("values", self._layer, self.v_proj(x)[:n])
         attended_Nnd = windowed_attention(
@@ -53,25 +52,22 @@ class DeltaGroupedAttention(FullGroupedAttention):
         self._rotates = pattern.rotates_delta
         self._repeats = heads // config.num_key_value_heads
         widths = (head_width(config), head_width(config))
-        self.delta: DeltaAttention
-        if is_gated:
-            self.delta = GatedDelta(
-                pattern,
-                layer,
-                num_heads=heads,
-                widths=widths,
-                hidden_size=config.hidden_size,
-                eps=config.rms_norm_eps,
-            )
-        else:
-            self.delta = SimpleDelta(pattern, layer, num_heads=heads, widths=widths)
+        self.delta = delta_attention(
+            pattern,
+            layer,
+            is_gated=is_gated,
+            num_heads=heads,
+            widths=widths,
+            hidden_size=config.hidden_size,
+            eps=config.rms_norm_eps,
+        )
         self.memory_shape = self.delta.memory_shape
 
     def forward(self, x: Float[Tensor, "T hidden"], step: Pass) -> Float[Tensor, "T hidden"]:
         """Return the output of the delta rule."""
-        rows, width, n = len(x), self._width, step.num_tokens
-        query_Tnd = self.q_proj(x).view(rows, -1, width)
-        key_Tgd, value_Tgd = (p(x).view(rows, -1, width) for p in (self.k_proj, self.v_proj))
+        n = step.num_tokens
+        query_Tnd, key_Tgd = self._query_and_key(x)
+        value_Tgd = self.v_proj(x).view(len(x), -1, self._width)
         if self._rotates:
             query_Tnd, key_Tgd = step.rotation.apply(query_Tnd), step.rotation.apply(key_Tgd)
         key_Tnd, value_Tnd = (

@@ -12,7 +12,7 @@ from longarc.models.attention import dense_attention
 from longarc.models.decoder_base import Pass, with_padding
 from longarc.models.kernels import attention as native_attention
 from longarc.models.mla import SparseLatentAttention, per_head
-from longarc.models.variants.delta import DeltaAttention, GatedDelta, SimpleDelta
+from longarc.models.variants.delta import delta_attention
 from longarc.models.variants.memory import MemoryShape
 from longarc.models.variants.windows import window_rows, windowed_attention
 
@@ -95,18 +95,15 @@ class DeltaLatentAttention(LatentAttention):
         pattern, heads = config.pattern, config.num_attention_heads
         self._rotates = pattern.rotates_delta
         widths = (self._nope + self._rope, self._value)
-        self.delta: DeltaAttention
-        if is_gated:
-            self.delta = GatedDelta(
-                pattern,
-                layer,
-                num_heads=heads,
-                widths=widths,
-                hidden_size=config.hidden_size,
-                eps=config.rms_norm_eps,
-            )
-        else:
-            self.delta = SimpleDelta(pattern, layer, num_heads=heads, widths=widths)
+        self.delta = delta_attention(
+            pattern,
+            layer,
+            is_gated=is_gated,
+            num_heads=heads,
+            widths=widths,
+            hidden_size=config.hidden_size,
+            eps=config.rms_norm_eps,
+        )
         self.memory_shape = self.delta.memory_shape
 
     def forward(  # type: ignore[override]  # as in the base class

@@ -52,6 +52,11 @@ def reference(config, **rope):
     return model
 
 
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"num_layers: .*less than or equal to 10000"):
+        read_chatglm_config(CHATGLM3_6B | {"num_layers": 10**30})
+
+
 def converted(raw, model, **options):
     transformers = pytest.importorskip("transformers")
     config = read_chatglm_config(raw)

@@ -9,7 +9,7 @@ from longarc.models.cache import SlotCache
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native
 from longarc.models.projection import project_logits, token_logprobs
-from model_cases import sharpened, small_glm, small_llama
+from model_cases import YARN, sharpened, small_glm, small_llama, small_qwen
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
 
@@ -22,12 +22,21 @@ CASES = {
     "llama": small_llama(),
     "odd llama": small_llama(num_attention_heads=5, num_key_value_heads=1, head_dim=20),
     "tied llama": small_llama(tie_word_embeddings=True),
+    "yarn glm": small_glm(index_topk=200, rope_scaling=YARN),
+    "qwen2": small_llama(attention_bias="inputs"),
+    "qwen3 with biases and yarn": small_qwen(),
+    "odd qwen3": small_qwen(num_attention_heads=5, num_key_value_heads=1, head_dim=20),
 }
 
 
 @pytest.fixture(params=CASES)
 def model(request):
-    return build_model(CASES[request.param], seed=3)
+    model = build_model(CASES[request.param], seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("_proj.bias", "q_norm.weight", "k_norm.weight")):
+                parameter += torch.linspace(-0.3, 0.3, len(parameter))
+    return model
 
 
 def run(model, cache, ids, *, attention="sparse"):

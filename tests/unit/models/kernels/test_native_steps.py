@@ -8,7 +8,7 @@ from longarc.models.build import build_model
 from longarc.models.kernels.native import native
 from longarc.models.kernels.steps import Draws, Interrupt
 from longarc.models.kernels.vocabulary import sample_rows
-from model_cases import sharpened, small_glm, small_llama
+from model_cases import sharpened, small_glm, small_llama, small_qwen
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
 
@@ -18,9 +18,9 @@ TEMPERATURES = torch.tensor([0.7, 0.0])
 NUM_STEPS = 6
 
 
-@pytest.fixture(params=["glm", "llama"])
+@pytest.fixture(params=["glm", "llama", "qwen"])
 def model(request):
-    config = small_glm() if request.param == "glm" else small_llama()
+    config = {"glm": small_glm, "llama": small_llama, "qwen": small_qwen}[request.param]()
     return sharpened(build_model(config, seed=3))
 
 

@@ -11,7 +11,7 @@ from longarc.models.conversion import num_new_parameters, to_hybrid
 from longarc.models.hf_config import config_to_hf
 from longarc.models.layout import Layout, Span
 from longarc.models.variants.memory import HybridCache
-from model_cases import replay_in_random_company, sharpened, small_glm, small_llama
+from model_cases import YARN, replay_in_random_company, sharpened, small_glm, small_llama
 
 
 def gradients(model):
@@ -116,13 +116,18 @@ def test_a_window_longer_than_the_text_is_full_attention(base, make_ids):
     torch.testing.assert_close(wide, full, rtol=0, atol=1e-10)
 
 
+SWITCHES = [{n: True} for n, field in LlamaConfig.model_fields.items() if field.annotation is bool]
+
+
 @pytest.mark.parametrize(
-    "name", [n for n, field in LlamaConfig.model_fields.items() if field.annotation is bool]
+    "switch",
+    [*SWITCHES, {"attention_bias": "inputs"}, {"attention_bias": "all"}, {"rope_scaling": YARN}],
+    ids=str,
 )
-def test_every_kind_of_llama_has_windows_too(name, make_ids):
+def test_every_kind_of_llama_has_windows_too(switch, make_ids):
     """A switch that the attention of every layer obeys must not be forgotten in the variants."""
-    config = small_llama(**{name: True})
-    model = spread(build_model(config, seed=3)).double()
+    config = small_llama(**switch)
+    model = sharpened(spread(build_model(config, seed=3))).double()
     ids, layout = make_ids(40), Layout.documents([40])
     wide = to_hybrid(model, AttentionPattern(layers="SS", window=40))
     assert wide.state_dict().keys() == model.state_dict().keys()

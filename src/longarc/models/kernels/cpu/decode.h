@@ -44,6 +44,7 @@ struct FeedForward {
 
 struct LlamaLayer {
     const float *input_norm, *qkv, *output, *post_norm;
+    const float *qkv_bias, *output_bias, *q_norm, *k_norm;  // null where the model has none
     FeedForward feed_forward;
     float *keys, *values;  // [slot][head][position blocks][dim][LANES] and [slot][head][position][dim]
 };
@@ -134,6 +135,12 @@ inline void prefetch(const Keys& keys) {
     for (int64_t i = 0; i < keys.num * keys.value_stride; i += 16) __builtin_prefetch(keys.values + i, 0, 2);
 }
 
+// Each row plus `bias`, in the order of the sums that training makes: first the whole product, then the bias.
+inline void add_bias_rows(float* rows, const float* bias, int64_t num, int64_t width) {
+    for (int64_t r = 0; r < num; r++)
+        for (int64_t i = 0; i < width; i++) rows[r * width + i] += bias[i];
+}
+
 // Attention of a chunk in two parts, of which others wait for the first: `keys` writes what rows [first, first + num)
 // leave in the cache, `queries` adds to the residual stream what rows [begin, end) of the chunk attend to.
 struct LlamaAttention {
@@ -143,9 +150,14 @@ struct LlamaAttention {
         const int64_t width = queries + 2 * keys;
         float* projected = s.projected.floats(num * width);
         gemm(num, width, shape.hidden, s.normed.floats(0), shape.hidden, layer.qkv, projected, width);
+        if (layer.qkv_bias) add_bias_rows(projected, layer.qkv_bias, num, width);
         for (int64_t r = 0; r < num; r++) {
             const int64_t position = rows.positions[first + r], half = dim / 2;
             float* row = projected + r * width;
+            if (layer.q_norm) {
+                rms_norm_rows(row, layer.q_norm, row, shape.num_heads, dim, shape.eps);
+                rms_norm_rows(row + queries, layer.k_norm, row + queries, shape.num_key_heads, dim, shape.eps);
+            }
             for (int64_t h = 0; h < shape.num_heads + shape.num_key_heads; h++)
                 rotate_row(row + h * dim, rows.cos + position * half, rows.sin + position * half, dim, false, 1.0f);
             for (int64_t g = 0; g < shape.num_key_heads; g++) {
@@ -176,8 +188,15 @@ struct LlamaAttention {
                 attend(projected + r * width + g * group * dim, shape.scale, group, visible,
                        attended + r * queries + g * group * dim, s.attend);
             }
-        gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output,
-                         s.x.floats(0) + begin * shape.hidden, shape.hidden);
+        float* x = s.x.floats(0) + begin * shape.hidden;
+        if (!layer.output_bias) {
+            gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output, x, shape.hidden);
+            return;
+        }
+        float* output = s.merged.floats(num * shape.hidden);
+        gemm(num, shape.hidden, queries, attended, queries, layer.output, output, shape.hidden);
+        add_bias_rows(output, layer.output_bias, num, shape.hidden);
+        for (int64_t i = 0; i < num * shape.hidden; i++) x[i] += output[i];
     }
 };
 
@@ -246,7 +265,7 @@ inline void mla_project_queries(const MlaShape& shape, const MlaLayer& layer, co
 }
 
 // Finds what a row attends to. Where that is a selection, `selected` holds it or, in a layer with an indexer, gets it;
-// it has room for LANES more.
+// it has room for LANES more. Scores that are NaN select nothing, which `selected` says by a -1 in front.
 inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
                     const float* index_query, const float* index_weights, int32_t* selected, SeenKeys& seen,
                     Floats& scores) {
@@ -259,8 +278,9 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
         if (int64_t(scores.size()) < num_keys + LANES) scores.resize(num_keys + LANES);
         index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
                      layer.index_keys + start * shape.index_dim, num_keys, scores.data());
-        choose_best(scores.data(), num_keys, seen.num, selected);
+        if (!choose_best(scores.data(), num_keys, seen.num, selected)) selected[0] = -1;
     }
+    if (selects && selected[0] < 0) seen.num = 0;
     for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + (selects ? selected[j] : j)) * dim;
 }
 

@@ -193,11 +193,16 @@ inline const float* padded_heads(const float* from, int64_t num_heads, int64_t w
 }
 
 // All heads [head][dim] of one query; out is [head][value_dim]. Leaves statistics in scratch.stats and adds the
-// probabilities of all heads to `mass` if there is one. Not inlined: decoding and training must do the same arithmetic.
+// probabilities of all heads to `mass` if there is one. Without a key the output is NaN. Not inlined: decoding and training must do the same arithmetic.
 LONGARC_ONE_COPY inline void attend_rows(const float* q, float scale, int64_t num_heads, const RowKeys& keys,
                                          float* out, RowScratch& s, float* mass, const RowsAhead& ahead) {
     const int64_t stride = round_up(keys.dim, LANES);
     s.reserve(num_heads, keys.num);
+    if (keys.num == 0) {
+        std::fill(out, out + num_heads * keys.value_dim, NAN);
+        std::fill(s.stats.begin(), s.stats.begin() + num_heads, SoftmaxStats{0.0f, NAN});
+        return;
+    }
     for (int64_t h = 0; h < num_heads; h += GROUP) {
         const int64_t heads = std::min<int64_t>(GROUP, num_heads - h);
         const float* q_h = padded_heads(q + h * keys.dim, heads, keys.dim, scale, s.q);

@@ -13,7 +13,8 @@ inline void write_blocked(float* blocked, int64_t position, const float* key, in
     for (int64_t d = 0; d < dim; d++) to[d * LANES] = key[d];
 }
 
-// Scores of BLOCKS * LANES keys with four heads: enough sums at once to keep the multipliers busy.
+// Scores of BLOCKS * LANES keys with four heads: enough sums at once to keep the multipliers busy. `max` with the sum
+// on its right hands a NaN on.
 template <int BLOCKS>
 inline void add_head_scores(const float* q, const float* weights, int64_t dim, const float* blocked, Vec* totals) {
     Vec sums[4][BLOCKS];
@@ -36,7 +37,7 @@ inline void add_head_scores(const float* q, const float* weights, int64_t dim, c
     for (int h = 0; h < 4; h++)
 #pragma GCC unroll 2
         for (int b = 0; b < BLOCKS; b++)
-            totals[b] = multiply_add(max(sums[h][b], Vec{}), splat(weights[h]), totals[b]);
+            totals[b] = multiply_add(max(Vec{}, sums[h][b]), splat(weights[h]), totals[b]);
 }
 
 template <int BLOCKS>
@@ -52,7 +53,7 @@ inline void block_scores(const float* q, const float* weights, int64_t num_heads
             Vec sum{};
             for (int64_t d = 0; d < dim; d++)
                 sum = multiply_add(load(blocked + (b * dim + d) * LANES), splat(q[head * dim + d]), sum);
-            totals[b] = multiply_add(max(sum, Vec{}), splat(weights[head]), totals[b]);
+            totals[b] = multiply_add(max(Vec{}, sum), splat(weights[head]), totals[b]);
         }
     for (int b = 0; b < BLOCKS; b++) store(scores + b * LANES, totals[b]);
 }
@@ -68,11 +69,10 @@ LONGARC_ONE_COPY inline void index_scores(const float* q, const float* weights, 
 
 // Writes the num_chosen best positions in ascending order: score descending, then smaller position.
 // Turns `scores`, which has room for whole blocks, into integers of the same order. Needs num_chosen <= num_keys
-// and room for LANES more in `chosen`.
-LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_t num_chosen, int32_t* chosen) {
+// and room for LANES more in `chosen`. Returns false, and chooses nothing, where a score is NaN: there is no order.
+LONGARC_ONE_COPY inline bool choose_best(float* scores, int64_t num_keys, int64_t num_chosen, int32_t* chosen) {
     int32_t* order = reinterpret_cast<int32_t*>(scores);
     const int64_t padded = round_up(num_keys, LANES);
-    for (int64_t i = num_keys; i < padded; i++) scores[i] = -INFINITY;
     IntVec least = IntVec{} + INT32_MAX, most = IntVec{} + INT32_MIN;
     for (int64_t i = 0; i < padded; i += LANES) {
         const Vec score = load(scores + i) + 0.0f;  // -0 and 0 tie
@@ -84,10 +84,14 @@ LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_
         least = bits < least ? bits : least;
         most = bits > most ? bits : most;
     }
+    // Below every score, and a NaN with its sign set is below -infinity: what is no key must never be chosen.
+    for (int64_t i = num_keys; i < padded; i++) order[i] = INT32_MIN;
     int64_t low = INT32_MAX, high = INT32_MIN;
     for (int i = 0; i < LANES; i++) low = least[i] < low ? least[i] : low, high = most[i] > high ? most[i] : high;
     for (int64_t i = num_keys / LANES * LANES; i < num_keys; i++)
         low = order[i] < low ? order[i] : low, high = order[i] > high ? order[i] : high;
+    constexpr int32_t INFINITE = 0x7f800000;  // beyond the infinities lie the NaNs of either sign
+    if (high > INFINITE || low < -INFINITE - 1) return false;
     auto count_from = [&](int64_t bound) {
         const IntVec at_least = IntVec{} + int32_t(bound);
         IntVec counts{};
@@ -144,6 +148,7 @@ LONGARC_ONE_COPY inline void choose_best(float* scores, int64_t num_keys, int64_
         }
     }
 #endif
+    return true;
 }
 
 }  // namespace longarc

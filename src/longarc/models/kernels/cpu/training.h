@@ -38,7 +38,7 @@ struct SelectShape {
     int64_t num_heads, dim, topk;
 };
 
-// selected[query][topk]: rows in ascending order of position, then -1.
+// selected[query][topk]: rows in ascending order of position, then -1; none where scores are NaN.
 inline void select_run(const SelectShape& shape, const Runs& runs, const Run& run, const float* queries,
                        const float* weights, const float* keys, int64_t* selected) {
     const int64_t* rows = runs.key_rows + run.first_key;
@@ -56,8 +56,8 @@ inline void select_run(const SelectShape& shape, const Runs& runs, const Run& ru
         }
         index_scores(queries + query * shape.num_heads * shape.dim, weights + query * shape.num_heads,
                      shape.num_heads, shape.dim, blocked.data(), visible, scores.data());
-        choose_best(scores.data(), visible, topk, chosen.data());
-        for (int64_t j = 0; j < topk; j++) out[j] = rows[chosen[j]];
+        const bool is_ordered = choose_best(scores.data(), visible, topk, chosen.data());
+        for (int64_t j = 0; j < topk; j++) out[j] = is_ordered ? rows[chosen[j]] : -1;
     }
 }
 

@@ -114,6 +114,9 @@ def _attend(
         attended *= shrink[:, None]
         attended += tl.dot(weight.to(k_value.dtype), k_value, input_precision="ieee", out_dtype=SUM)
         most = new_most
+    total = tl.where(
+        num_keys > 0, total, float("nan")
+    )  # nothing was selected, because scores are NaN
     o_start = output + (index * num_heads + head) * VALUE
     attended = (attended / total[:, None]).to(output.dtype.element_ty)
     _store_rows(o_start, 0, VALUE, VALUE_BLOCK, is_head, attended)

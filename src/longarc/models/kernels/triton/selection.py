@@ -54,7 +54,8 @@ def _score(
         q = tl.load(query + start + column[None, :], mask=head_mask, other=0.0)
         w = tl.load(weight + index * num_heads + head, mask=is_head, other=0.0)
         dot = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=SUM)
-        total = tl.sum(tl.maximum(dot, 0.0) * w[:, None], 0)
+        # Not `maximum`, which on a GPU drops NaN.
+        total = tl.sum(tl.where(dot < 0.0, 0.0, dot) * w[:, None], 0)
         tl.store(scores + in_block * room + position, total, mask=is_key)
 
 
@@ -103,11 +104,14 @@ def _choose(
             chosen = tl.sum((reached >= num_selected).to(tl.int32), 0) - 1
             bound = bound | (chosen.to(UINT) << shift)
         num_above = 0
+        num_broken = 0
         for first in range(0, num_keys, KEYS):
             position = first + tl.arange(0, KEYS)
             is_key = position < num_keys
             score = _ordered(start, position, is_key, UINT, BITS)
             num_above += tl.sum(((score > bound) & is_key).to(tl.int32), 0)
+            number = tl.load(start + position, mask=is_key, other=0.0)
+            num_broken += tl.sum((number != number).to(tl.int32), 0)
         num_ties = 0
         num_written = 0
         for first in range(0, num_keys, KEYS):
@@ -119,6 +123,7 @@ def _choose(
             is_taken = (((score > bound) & is_key) | ((is_tied > 0) & is_room)).to(tl.int32)
             slot = num_written + tl.cumsum(is_taken, 0) - 1
             row = tl.load(rows + position, mask=is_key, other=0)
+            row = tl.where(num_broken > 0, -1, row)  # NaN has no order
             tl.store(to + slot, row, mask=is_taken > 0)
             num_ties += tl.sum(is_tied, 0)
             num_written += tl.sum(is_taken, 0)

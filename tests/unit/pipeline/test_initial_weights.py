@@ -1,0 +1,99 @@
+"""A recipe that starts from a Hugging Face directory trains it, and evaluates it before and after."""
+
+import asyncio
+import io
+import json
+
+import orjson
+import pytest
+
+from longarc.config.recipe import INITIAL, Recipe
+from longarc.models.build import build_model
+from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
+from longarc.pipeline.evaluation import evaluate, matrix_lines
+from longarc.pipeline.local import open_workspace, run_recipe
+from longarc.pipeline.progress import ProgressLine
+from longarc.pipeline.workspace import load_checkpoint
+from longarc.runs.directory import RunDirectory
+from longarc.viewer.matrix import matrix, read_evaluations
+from model_cases import sharpened, small_qwen
+from token_samples import small_tokenizer
+
+TASKS = {"format": {}}
+STAGES = {
+    "sft": {"kind": "sft", "num_steps": 1, "conversations_per_step": 2, "tasks": TASKS},
+    "eval": {
+        "kind": "eval",
+        "stages": [INITIAL, "sft"],
+        "tasks": TASKS,
+        "tasks_per_family": 2,
+        "max_concurrent_rollouts": 2,
+        "rollout": {"max_new_tokens": 4, "max_context_tokens": 512},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("weights")
+    tokenizer = small_tokenizer()
+    tokenizer.save(directory / "tokenizer.json")
+    config = small_qwen(vocab_size=tokenizer.vocab_size, max_position_embeddings=512)
+    save_pretrained_dir(sharpened(build_model(config, seed=1)), directory)
+    return directory
+
+
+def recipe(weights):
+    return Recipe.model_validate(
+        {
+            "name": "r",
+            "threads": 1,
+            "sinks": [],
+            "initial": {"path": str(weights)},
+            "tokenizer": {"path": str(weights / "tokenizer.json")},
+            "engine": {"num_slots": 2, "max_running": 2},
+            "tasks": {"format": {"path": "longarc.envs.tasks.format:Format"}},
+            "stages": STAGES,
+        }
+    )
+
+
+def opened(weights, run_dir):
+    progress = ProgressLine(io.StringIO())
+    return open_workspace(recipe(weights), run_dir, resume=run_dir.exists(), progress=progress)
+
+
+def test_the_evaluation_begins_with_the_weights_that_were_given(weights, tmp_path):
+    with opened(weights, tmp_path / "run") as workspace:
+        asyncio.run(run_recipe(workspace))
+    run = RunDirectory.look(tmp_path / "run")
+    cells = orjson.loads((run.stage("eval").path / "results.json").read_bytes())["cells"]
+    assert [(cell["stage"], cell["policy_version"]) for cell in cells] == [(INITIAL, 0), ("sft", 1)]
+    assert [line.split()[0] for line in matrix_lines(cells)[1:]] == [INITIAL, "sft"]
+    shown = matrix("eval", read_evaluations(run)["eval"], [INITIAL, *STAGES])
+    assert shown["stages"] == [INITIAL, "sft"]
+
+    given, imported = (
+        load_pretrained_dir(weights),
+        load_checkpoint(run.stage(INITIAL).final()).model,
+    )
+    assert imported.config == given.config
+    trained = load_checkpoint(run.stage("sft").final()).model
+    save_pretrained_dir(trained, tmp_path / "trained")
+    raw = json.loads((tmp_path / "trained" / "config.json").read_text())
+    assert raw["model_type"] == "qwen3"
+    for name, tensor in given.state_dict().items():
+        assert (imported.state_dict()[name] == tensor).all()
+        assert not (trained.state_dict()[name] == tensor).all(), name
+
+
+def test_given_weights_are_evaluated_before_anything_was_trained(weights, tmp_path):
+    with opened(weights, tmp_path / "run") as workspace:
+        config = workspace.recipe.stages["eval"]
+        path = asyncio.run(
+            evaluate(
+                workspace, "eval-1", config, stages=[INITIAL], families=["format"], num_tasks=1
+            )
+        )
+    (cell,) = orjson.loads(path.read_bytes())["cells"]
+    assert (cell["stage"], cell["num_graded"]) == (INITIAL, 1)
