@@ -7,6 +7,7 @@
      +-- ContractError      an invariant between two parts is broken: a bug, or corrupted data; stops the run
      |    +-- CheckpointError   a checkpoint is missing, truncated or made for something else
      |    +-- LedgerError       the ledger is damaged, locked or from a newer version
+     |    +-- WeightMismatchError  an engine does not compute with the weights it was given
      +-- ResourceError      the machine lacks something: disk, memory, a tool, a permission
      |    +-- SandboxError      a sandbox could not be started or was lost
      +-- EngineError        the engine cannot answer: it is stopped, overloaded or produced no number
@@ -43,6 +44,10 @@ class CheckpointError(ContractError):
 
 class LedgerError(ContractError):
     """The trajectory ledger cannot be used as it is."""
+
+
+class WeightMismatchError(ContractError):
+    """An engine's log-probabilities are not those of the weights it was given: what it samples cannot be trained."""
 
 
 class ResourceError(LongArcError):

@@ -1,7 +1,7 @@
 """Settings of the rollout engine: embedded, or servers behind the router."""
 
 import re
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,8 @@ _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5
 class EngineConfig(Settings):
     """How completions are sampled: in this process, or by engine servers."""
 
+    kind: Literal["embedded"] = "embedded"
+    """LongArc's own engine, in its own process."""
     num_slots: int = Field(96, ge=1)
     """Sequences whose cache is kept at one time, running and idle ones [sequences]."""
     max_running: int = Field(64, ge=1)

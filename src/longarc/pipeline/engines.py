@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from longarc.config.engine import EngineConfig
-from longarc.config.recipe import Recipe
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
@@ -57,14 +56,15 @@ def embedded_engine(
 
 @asynccontextmanager
 async def engine_servers(
-    recipe: Recipe, loaded: Loaded, *, max_context_tokens: int
+    config: EngineConfig, loaded: Loaded, *, max_context_tokens: int, seed: int
 ) -> AsyncIterator[Engine]:
     """Open the router over the recipe's servers, all of which have the checkpoint's weights then.
 
     Args:
-        recipe: names the servers.
+        config: names the servers.
         loaded: the checkpoint.
         max_context_tokens: what the stage needs [tokens].
+        seed: of requests without one.
 
     Raises:
         ConfigError: the key is missing or wrong, or a server has another model, attention or too little room.
@@ -78,7 +78,7 @@ async def engine_servers(
         )
     async with AsyncExitStack() as opened:
         engines: dict[str, Engine] = {}
-        for address in recipe.engine.servers:
+        for address in config.servers:
             first = await opened.enter_async_context(RemoteEngine(address, api_key=key))
             described = await first.describe()
             _check(address, described, loaded, max_context_tokens=max_context_tokens)
@@ -87,9 +87,7 @@ async def engine_servers(
                 engines[f"{address}#{rank}"] = await opened.enter_async_context(
                     RemoteEngine(address, api_key=key, rank=rank)
                 )
-        router = await opened.enter_async_context(
-            Router(engines, recipe.engine.routing, seed=recipe.seed)
-        )
+        router = await opened.enter_async_context(Router(engines, config.routing, seed=seed))
         await router.update_weights(
             WeightSource(
                 path=str(loaded.path / _WEIGHTS), sha256=loaded.manifest.files[_WEIGHTS].sha256

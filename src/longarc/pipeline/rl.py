@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from longarc.config.engine import EngineConfig
+from longarc.config.engine_clients import servers_of
 from longarc.config.recipe import Recipe
 from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_turns
 from longarc.envs.sandbox.backend import BwrapBackend
@@ -25,6 +27,7 @@ from longarc.gateway.core import Gateway
 from longarc.orchestrator.loop import run_stage
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
+from longarc.pipeline.engine_clients import engine_client
 from longarc.pipeline.engines import embedded_engine, engine_servers
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
 from longarc.pipeline.workspace import Interrupted, Loaded, Workspace
@@ -77,7 +80,7 @@ async def reinforce(
             config.rollout,
             policy_version=version,
             num_threads=recipe.threads if takes_turns(config) else recipe.engine.num_threads,
-            at_servers=bool(recipe.engine.servers),
+            at_servers=bool(servers_of(recipe.engine)),
         ) as serve:
             families = workspace.families(config.tasks)
             result = await run_stage(
@@ -144,14 +147,22 @@ async def serving(
             only served sessions log theirs.
         at_servers: whether the recipe's engine servers sample, and no engine in this process.
     """
-    if at_servers:
-        opening: AbstractAsyncContextManager[Engine] = engine_servers(
-            workspace.recipe, loaded, max_context_tokens=rollout.max_context_tokens
+    config = workspace.recipe.engine
+    if not isinstance(config, EngineConfig):
+        opening: AbstractAsyncContextManager[Engine] = engine_client(
+            workspace, config, workspace.load(loaded.path), rollout, policy_version=policy_version
+        )
+    elif at_servers:
+        opening = engine_servers(
+            config,
+            loaded,
+            max_context_tokens=rollout.max_context_tokens,
+            seed=workspace.recipe.seed,
         )
     else:
         opening = embedded_engine(
             workspace.load(loaded.path),
-            workspace.recipe.engine,
+            config,
             max_context_tokens=rollout.max_context_tokens,
             policy_version=policy_version,
             num_threads=num_threads,

@@ -157,7 +157,12 @@ def _of_run(run_dir: Path, recipe: Recipe, settings: EngineServerSettings) -> _S
         load=lambda: load_checkpoint(path).model,
         attention=loaded.attention,
         policy_version=loaded.manifest.policy_version,
-        config=_with_threads(recipe.engine, min(recipe.threads, _num_cores()), settings),
+        # A run that samples from other engines says nothing about LongArc's own.
+        config=_with_threads(
+            recipe.engine if isinstance(recipe.engine, EngineConfig) else EngineConfig(),
+            min(recipe.threads, _num_cores()),
+            settings,
+        ),
         seed=recipe.seed,
         token_bytes=_token_bytes(run_dir),
     )

@@ -119,3 +119,6 @@ class EngineHealth:
     instance_id: str = ""
     """Differs after every start of the engine, whose weights and cache are then its first ones; empty
     where the engine does not tell."""
+    probe_gap: float | None = None
+    """Mean difference between the engine's and the trainer's log-probabilities of the probe after the last weight
+    update [nats]; None where none is made, because both compute with the same code."""

@@ -83,21 +83,20 @@ def described(loaded):
 
 
 @asynccontextmanager
-async def opened(recipe, loaded, described, ranks):
+async def opened(loaded, described, ranks):
     door = EngineDoor(ranks, described, DoorSettings(api_key="k"))
     async with serving(door.app(), bound_socket()) as address:
         engine = EngineConfig(servers=(address,))
-        routed = recipe.model_copy(update={"engine": engine})
-        async with engine_servers(routed, loaded, max_context_tokens=512) as router:
+        async with engine_servers(engine, loaded, max_context_tokens=512, seed=0) as router:
             yield router
 
 
 async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
-    recipe, loaded, described, monkeypatch
+    loaded, described, monkeypatch
 ):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
     ranks = FakeWorkerEngine(token_s=0), FakeWorkerEngine(token_s=0)
-    async with opened(recipe, loaded, described, ranks) as router:
+    async with opened(loaded, described, ranks) as router:
         async for piece in router.stream([1], Sampling(max_new_tokens=2), session_id="s"):
             assert piece.policy_version == 3
     for rank in ranks:
@@ -115,23 +114,23 @@ async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
     ],
 )
 async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anything(
-    recipe, loaded, described, monkeypatch, key, change, message
+    loaded, described, monkeypatch, key, change, message
 ):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", key)
     ranks = FakeWorkerEngine(), FakeWorkerEngine()
     with pytest.raises(ConfigError, match=message):
-        async with opened(recipe, loaded, replace(described, **change), ranks):
+        async with opened(loaded, replace(described, **change), ranks):
             pass
     assert [rank.updates for rank in ranks] == [[], []]
 
 
-async def test_a_server_that_is_not_there_stops_the_stage(recipe, loaded, monkeypatch):
+async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
     with bound_socket() as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    routed = recipe.model_copy(update={"engine": EngineConfig(servers=(address,))})
+    routed = EngineConfig(servers=(address,))
     with pytest.raises(EngineLostError, match="cannot be reached"):
-        async with engine_servers(routed, loaded, max_context_tokens=512):
+        async with engine_servers(routed, loaded, max_context_tokens=512, seed=0):
             pass
 
 
