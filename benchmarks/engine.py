@@ -68,12 +68,22 @@ async def _sample_all(engine: EmbeddedEngine, prompts: list[list[int]], num_new:
     return sum(counts)
 
 
+def _config(length: int, threads: int) -> EngineConfig:
+    """Return settings with pages for all sequences of that length, and no more."""
+    pages = -(-length // EngineConfig().page_tokens)
+    return EngineConfig(
+        cache_tokens=BATCH * pages * EngineConfig().page_tokens,
+        max_running=BATCH,
+        num_threads=threads,
+    )
+
+
 def engine_tokens_per_s(model: Decoder, prompts: list[list[int]], threads: int) -> float:
     """Sample from all prompts at once, prefill included."""
 
     async def measure() -> float:
-        config = EngineConfig(num_slots=BATCH, max_running=BATCH, num_threads=threads)
         length = len(prompts[0]) + NUM_NEW
+        config = _config(length, threads)
         async with EmbeddedEngine(model, config, max_context_tokens=length) as engine:
             started = time.perf_counter()
             count = await _sample_all(engine, prompts, NUM_NEW)
@@ -86,7 +96,7 @@ def decode_tokens_per_s(model: Decoder, context: int, num_new: int, threads: int
     """Sample behind contexts that are in the cache already: decode steps alone."""
 
     async def measure() -> float:
-        config = EngineConfig(num_slots=BATCH, max_running=BATCH, num_threads=threads)
+        config = _config(context + num_new, threads)
         prompts = make_prompts(context)
         async with EmbeddedEngine(model, config, max_context_tokens=context + num_new) as engine:
             await _sample_all(engine, prompts, 1)

@@ -57,7 +57,7 @@ async def roll_out(model: Decoder, num_tokens: int, seed: int) -> list[Sample]:
     """Sample completions in groups of four with one prompt, a random number of groups at a time."""
     rng = random.Random(seed)
     samples: list[Sample] = []
-    config = EngineConfig(num_slots=40, max_running=32, max_prefill_tokens=128)
+    config = EngineConfig(cache_tokens=10_240, max_running=32, max_prefill_tokens=128)
 
     async def complete(prompt: list[int], session: str, length: int, sample_seed: int) -> None:
         sampling = Sampling(max_new_tokens=length, seed=sample_seed)

@@ -230,7 +230,7 @@ async def measure(
     )
     engine = EmbeddedEngine(
         load_pretrained_dir(model_directory),
-        EngineConfig(num_slots=num_samples, max_running=num_samples, num_threads=options.threads),
+        EngineConfig(max_running=num_samples, num_threads=options.threads),
         max_context_tokens=prompt_length + NUM_NEW,
     )
     job = {

@@ -32,7 +32,7 @@ max_position_embeddings = 512
 vocab_size = 512
 training_bytes = 20_000
 [engine]
-num_slots = 8
+cache_tokens = 4096
 max_running = 8
 [tasks.hostile]
 path = "hostile_env:Hostile"

@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run whose stage ``sft`` is finished; its engine runs 256 sequences at once."""
     path = tmp_path_factory.mktemp("engine") / "run"
     recipe = load_settings(Recipe, ROOT / "recipes" / "smoke.toml").model_dump(mode="json")
-    recipe["engine"] |= {"num_slots": 256, "max_running": 256}
+    recipe["engine"] |= {"max_running": 256}
     with RunDirectory.create(path, recipe=recipe, seeds={"run": 0}) as opened:
         directory = opened.stage("sft")
         directory.set_final(
@@ -119,7 +119,7 @@ async def sampled(engine, index: int, *, num_tokens: int | None = None):
 
 async def undisturbed():
     """Return what one engine in this process samples for all requests."""
-    config = EngineConfig(num_slots=256, max_running=256)
+    config = EngineConfig(max_running=256)
     engine = EmbeddedEngine(build_model(MODEL, seed=0), config, max_context_tokens=256)
     async with engine, asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(sampled(engine, i)) for i in range(NUM_REQUESTS)]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig, servers_of
 from longarc.config.index_share import check_sharing, kinds_of
 from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, ModelConfig
@@ -186,7 +187,7 @@ def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
 
 
 def check_engine_fits(engine: AnyEngineConfig, stages: Mapping[str, StageConfig]) -> None:
-    """Refuse stages that start more rollouts than the engine takes requests.
+    """Refuse stages that start more rollouts than the engine takes requests, or longer ones than its cache holds.
 
     Raises:
         ValueError: names the stage, the values and what to change.
@@ -201,6 +202,12 @@ def check_engine_fits(engine: AnyEngineConfig, stages: Mapping[str, StageConfig]
             key, wanted = "max_concurrent_rollouts", stage.max_concurrent_rollouts
         else:
             continue
+        context = stage.rollout.max_context_tokens
+        if isinstance(engine, EngineConfig) and context > engine.cache_tokens:
+            raise ValueError(
+                f"stage {name!r}: a sequence of rollout.max_context_tokens={context} does not fit a cache of "
+                f"engine.cache_tokens={engine.cache_tokens}. Raise engine.cache_tokens or lower the context"
+            )
         if wanted > room:
             raise ValueError(
                 f"stage {name!r}: {key}={wanted} is more than the engine takes: "

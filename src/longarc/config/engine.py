@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from longarc.config.routing import RoutingConfig
 from longarc.config.settings import Settings
+from longarc.errors import ConfigError
 
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
@@ -16,10 +17,14 @@ class EngineConfig(Settings):
 
     kind: Literal["embedded"] = "embedded"
     """LongArc's own engine, in its own process."""
-    num_slots: int = Field(96, ge=1)
-    """Sequences whose cache is kept at one time, running and idle ones [sequences]."""
+    cache_tokens: int = Field(65_536, ge=16)
+    """Tokens whose rows the cache holds, those of running sequences and those that are kept for reuse [tokens]. Costs that
+    many times the bytes that a token leaves in the cache, which ``longarc models info`` tells; the system gives memory
+    as it is written to."""
+    page_tokens: int = Field(64, ge=16)
+    """Tokens of a page of the cache, the unit in which rows are shared and given away [tokens]; a power of two."""
     max_running: int = Field(64, ge=1)
-    """Sequences decoded together in one step [sequences]; at most ``num_slots``."""
+    """Sequences decoded together in one step [sequences]."""
     max_waiting: int = Field(4096, ge=1)
     """Requests that may wait; one more is refused with an error [requests]."""
     max_prefill_tokens: int = Field(1024, ge=16)
@@ -57,10 +62,27 @@ class EngineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _running_fits_slots(self) -> Self:
-        if self.max_running > self.num_slots:
+    def _pages_are_possible(self) -> Self:
+        if self.page_tokens & (self.page_tokens - 1):
             raise ValueError(
-                f"max_running={self.max_running} exceeds num_slots={self.num_slots}: every running "
-                f"sequence needs a slot. Lower max_running or raise num_slots."
+                f"page_tokens={self.page_tokens} has to be a power of two: 16, 32, 64, ..."
+            )
+        if self.max_running * self.page_tokens > self.cache_tokens:
+            raise ValueError(
+                f"max_running={self.max_running} sequences need a page of {self.page_tokens} tokens each, but "
+                f"cache_tokens={self.cache_tokens} are fewer. Lower max_running or raise cache_tokens."
             )
         return self
+
+    def num_pages_for(self, max_context_tokens: int) -> int:
+        """Return the pages of a cache for sequences of at most that length [tokens].
+
+        Raises:
+            ConfigError: the longest sequence does not fit.
+        """
+        if max_context_tokens > self.cache_tokens:
+            raise ConfigError(
+                f"a sequence of max_context_tokens={max_context_tokens} does not fit a cache of "
+                f"cache_tokens={self.cache_tokens}; raise engine.cache_tokens or lower the context"
+            )
+        return -(-self.cache_tokens // self.page_tokens)

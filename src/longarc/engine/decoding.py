@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longarc.engine.request import Request
 from longarc.engine.sampler import is_plain, sample, uniforms
-from longarc.models.cache import SlotCache
+from longarc.models.cache import PagedCache
 from longarc.models.decoder_base import Decoder
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
@@ -21,28 +21,27 @@ from longarc.models.kernels.steps import Drawn, Draws, Interrupt
 
 def decode(
     model: Decoder,
-    cache: SlotCache,
+    cache: PagedCache,
     requests: Sequence[Request],
     *,
     attention: Literal["dense", "sparse"],
     max_steps: int,
     interrupt: Interrupt,
 ) -> Drawn:
-    """Append to each request its last token and draw what follows, for one or more steps.
+    """Append to each request its last token and draw what follows, for one step or up to ``max_steps``.
 
     No step follows one in which a request ends or a piece of it is due, so all steps have the same rows.
-    Slots and requests are left as they are.
+    Seats have room for the tokens; they and the requests are left as they are.
     """
-    slots = [request.used_slot() for request in requests]
-    indices = [slot.index for slot in slots]
-    starts = [slot.length for slot in slots]
+    seats = [request.used_seat() for request in requests]
+    indices = [seat.index for seat in seats]
+    starts = [seat.length for seat in seats]
     samplings = [request.sampling for request in requests]
     seeds = [request.seed for request in requests]
     positions = [request.draw_position for request in requests]
     tokens_B = torch.tensor([request.last_token for request in requests])
     if isinstance(cache, NativeDecoder) and is_plain(samplings):
-        num_steps = min(max_steps, *(request.num_until_handover for request in requests))
-        positions_SB = np.asarray(positions)[None, :] + np.arange(num_steps)[:, None]
+        positions_SB = np.asarray(positions)[None, :] + np.arange(max_steps)[:, None]
         draws = Draws(
             temperatures=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
             uniforms=torch.from_numpy(uniforms(seeds, positions_SB)),

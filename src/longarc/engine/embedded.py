@@ -2,15 +2,13 @@
 
 ::
 
-    stream() --request--> waiting (bounded) --admit--> prefilling --> running --token--> request.pieces
-                             ^ pushes back              | chunks       | one token each per decode step
-                             |                          +------+-------+
-                             +--- slot freed <--- finished, cancelled or faulty
+    stream() --request--> scheduler: waiting (bounded) --> prefilling --> running --token--> request.pieces
+                             ^ pushes back                   | chunks       | one token each per decode step
 
 One asyncio task (``_drive``) plans every step and touches all state; the arithmetic of a step runs in one
 worker thread, so the event loop stays free and no lock is needed. Weights are swapped between two steps.
-``_drive`` consumes ``_waiting``, produces pieces, waits for ``_wake``, and is unblocked by ``stream`` and
-``update_weights``.
+``_drive`` consumes what waits, produces pieces, waits for ``_wake``, and is unblocked by ``stream`` and
+``update_weights``. Who is computed when, and where its rows lie, is the scheduler's business.
 """
 
 import asyncio
@@ -31,7 +29,8 @@ import torch
 from longarc.config.engine import EngineConfig
 from longarc.engine.decoding import decode, drawn
 from longarc.engine.request import Request, checked_prompt
-from longarc.engine.slots import Slot, SlotTable
+from longarc.engine.scheduler import Scheduler
+from longarc.engine.seats import SeatTable
 from longarc.engine.stop_strings import TokenBytes
 from longarc.errors import (
     ContractError,
@@ -59,8 +58,6 @@ from longarc.records.sampling import (
 )
 from longarc.runs.checkpoint import file_sha256
 
-_MIN_SHARED_TOKENS = 16
-"""A request waits for another one's prefill only if it saves at least this many tokens."""
 _MAX_STEPS = 16
 """Decode steps in one call; who wants a turn interrupts it, so this only bounds how old `health` can be."""
 
@@ -68,8 +65,6 @@ _MAX_STEPS = 16
 @dataclass(slots=True)
 class _Counters:
     sampled: int = 0
-    prompt: int = 0
-    cached: int = 0
     busy_s: float = 0.0
 
 
@@ -99,20 +94,31 @@ class EmbeddedEngine:
             seed: of the completions that bring none.
             token_bytes: of the tokenizer; without it stop strings are refused.
             clock: monotonic [seconds].
+
+        Raises:
+            ConfigError: the cache is too small for one sequence of the longest context.
         """
+        num_pages = config.num_pages_for(max_context_tokens)
         self._token_bytes = token_bytes
         self._model = model.eval().requires_grad_(False)
         self._config = config
         self._max_context_tokens = max_context_tokens
         self._version = policy_version
+        self._num_updates = 0
         self._attention: Literal["dense", "sparse"] = attention
         self._seed = seed
         self._clock = clock
-        self._slots = SlotTable(config.num_slots, max_context_tokens)
-        self._cache = model.new_cache(config.num_slots, max_context_tokens)
-        self._waiting: deque[Request] = deque()  # bounded by config.max_waiting
-        self._prefilling: list[Request] = []
-        self._running: list[Request] = []
+        self._cache = model.new_cache(
+            # A sequence that ended keeps its seat where layers remember instead of keeping rows.
+            config.max_running + config.max_running // 2,
+            max_context_tokens,
+            num_pages=num_pages,
+            page_tokens=config.page_tokens,
+        )
+        # Its queue is bounded by config.max_waiting.
+        self._scheduler = Scheduler(
+            SeatTable(self._cache, salt=self._salt()), max_running=config.max_running
+        )
         self._pending_weights: deque[tuple[WeightSource, int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
         self._interrupt = Interrupt()
@@ -148,11 +154,14 @@ class EmbeddedEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._driver
             self._driver = None
-        self._fail_all(self._failure)
+        # The step that is being computed ends first: what it works on is about to go.
+        self._interrupt.set()
         self._pool.shutdown(wait=True)
+        self._fail_all(self._failure)
         # Now and not when the garbage collector comes by: it can be gigabytes, and another engine may follow.
         with contextlib.suppress(AttributeError):  # closed before
             del self._cache
+            self._scheduler.seats.close()
 
     # The Engine port -------------------------------------------------------------------------
 
@@ -194,14 +203,20 @@ class EmbeddedEngine:
 
     async def health(self) -> EngineHealth:
         """Say what the engine is doing."""
+        scheduler, seats = self._scheduler, self._scheduler.seats
         return EngineHealth(
             is_ready=self._failure is None and self._driver is not None,
             policy_version=self._version,
-            num_running=len(self._running) + len(self._prefilling),
-            num_waiting=len(self._waiting),
+            num_running=scheduler.num_active,
+            num_waiting=scheduler.num_waiting,
             num_sampled_tokens=self._counters.sampled,
-            num_prompt_tokens=self._counters.prompt,
-            num_cached_tokens=self._counters.cached,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_free_pages=seats.pages.num_free,
+            num_cached_pages=seats.pages.num_cached + seats.num_kept,
+            num_used_pages=seats.pages.num_used - seats.num_kept,
             busy_s=self._counters.busy_s,
             instance_id=self._instance_id,
         )
@@ -229,9 +244,13 @@ class EmbeddedEngine:
             max_context_tokens=self._max_context_tokens,
             vocab_size=self._model.config.vocab_size,
         )
-        if len(self._waiting) >= self._config.max_waiting:
+        # Who waits for pages though there is a seat does not count: the engine promised to take as many.
+        num_waiting = (
+            self._scheduler.num_active + self._scheduler.num_waiting - self._config.max_running
+        )
+        if num_waiting >= self._config.max_waiting:
             raise EngineBusyError(
-                f"{len(self._waiting)} requests wait already (max_waiting={self._config.max_waiting}); "
+                f"{num_waiting} requests wait already (max_waiting={self._config.max_waiting}); "
                 f"send fewer at once or raise engine.max_waiting"
             )
         self._num_requests += 1
@@ -240,10 +259,16 @@ class EmbeddedEngine:
             if sampling.seed is not None
             else self._seed * 1_000_003 + self._num_requests
         )
-        request = Request(prompt=prompt, sampling=sampling, session_id=session_id, seed=seed)
+        request = Request(
+            prompt=prompt,
+            sampling=sampling,
+            session_id=session_id,
+            seed=seed,
+            arrival=self._num_requests,
+        )
         if sampling.stop_strings and self._token_bytes is not None:
             request.watch_for_stop_strings(self._token_bytes)
-        self._waiting.append(request)
+        self._scheduler.waiting.append(request)
         self._notify()
         return request
 
@@ -261,15 +286,15 @@ class EmbeddedEngine:
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._interrupt.clear()
         await self._apply_weights(loop)
-        self._drop_cancelled()
-        self._admit()
-        if self._prefilling or self._running:
+        self._scheduler.drop_cancelled()
+        self._scheduler.admit()
+        if self._scheduler.num_active:
             await loop.run_in_executor(self._pool, self._compute)
             # Lets the consumers of finished requests run before the next step is planned.
             await asyncio.sleep(0)
             return
         self._wake.clear()
-        if not self._waiting and not self._pending_weights:
+        if not self._scheduler.num_waiting and not self._pending_weights:
             await self._wake.wait()
 
     async def _apply_weights(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -283,81 +308,21 @@ class EmbeddedEngine:
                         WeightsRefusedError(f"weights {version} were not loaded: {error}")
                     )
                 continue
-            for request in (*self._prefilling, *self._running):
+            for request in self._scheduler.begun():
                 self._send(request, None)
             self._version = version
-            self._slots.invalidate()
+            self._num_updates += 1
+            self._scheduler.seats.renew(self._salt())
             if not done.done():
                 done.set_result(None)
 
-    def _drop_cancelled(self) -> None:
-        self._waiting = deque(r for r in self._waiting if not r.is_cancelled)
-        for group in (self._prefilling, self._running):
-            for request in [r for r in group if r.is_cancelled]:
-                group.remove(request)
-                self._free(request)
-
-    def _admit(self) -> None:
-        """Give slots to waiting requests, oldest first, sharing what is cached or being computed."""
-        kept: deque[Request] = deque()
-        while self._waiting:
-            request = self._waiting.popleft()
-            if len(self._running) + len(self._prefilling) >= self._config.max_running:
-                kept.append(request)
-                break
-            donor, length = self._slots.donor(request.prompt, request.session_id)
-            if donor is not None:
-                length = self._cache.reusable(donor.index, length)
-            if self._waits_for_prefill(request, length):
-                kept.append(request)
-                continue
-            slot = self._slots.acquire(request.session_id, donor)
-            if slot is None:
-                kept.append(request)
-                break
-            self._start(request, slot, donor, length)
-        kept.extend(self._waiting)
-        self._waiting = kept
-
-    def _waits_for_prefill(self, request: Request, num_cached: int) -> bool:
-        needed = num_cached + _MIN_SHARED_TOKENS
-        if needed > len(request.prompt) - 1:
-            return False
-        head = request.prompt[:needed]
-        return any(
-            other.slot is not None
-            and not other.slot.is_stale
-            and len(other.prompt) >= needed
-            # Looked at first, because most prompts differ there.
-            and other.prompt[needed - 1] == head[-1]
-            and np.array_equal(other.prompt[:needed], head)
-            for other in self._prefilling
-        )
-
-    def _start(self, request: Request, slot: Slot, donor: Slot | None, length: int) -> None:
-        if donor is not None and donor is not slot and length:
-            self._cache.copy_prefix(donor.index, slot.index, length)
-        slot.length = 0
-        slot.is_stale = False
-        slot.append(request.prompt[:length])
-        request.slot = slot
-        request.num_cached = length
-        self._counters.prompt += len(request.prompt)
-        self._counters.cached += length
-        self._prefilling.append(request)
-
-    def _free(self, request: Request) -> None:
-        if request.slot is not None:
-            self._slots.release(request.slot)
-            request.slot = None
+    def _salt(self) -> str:
+        """Name the weights; versions may come twice, after a resume for example."""
+        return f"{self._num_updates}:{self._version}"
 
     def _fail_all(self, error: EngineError) -> None:
-        for request in (*self._waiting, *self._prefilling, *self._running):
+        for request in self._scheduler.clear():
             request.pieces.put_nowait(error)
-            self._free(request)
-        self._waiting.clear()
-        self._prefilling.clear()
-        self._running.clear()
         while self._pending_weights:
             _, _, done = self._pending_weights.popleft()
             if not done.done():
@@ -385,48 +350,35 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def _compute(self) -> None:
         started = self._clock()
-        if self._prefilling:
+        if self._scheduler.prefilling:
             self._prefill()
-        if self._running:
+        if self._scheduler.running:
             self._decode()
         self._counters.busy_s += self._clock() - started
 
     def _prefill(self) -> None:
-        budget = self._config.max_prefill_tokens
-        chosen: list[tuple[Request, Slot, int]] = []
-        for request in self._prefilling:
-            if budget <= 0:
-                break
-            slot = request.used_slot()
-            count = min(budget, request.num_missing)
-            chosen.append((request, slot, count))
-            budget -= count
+        chunks = self._scheduler.chunks(self._config.max_prefill_tokens)
+        seats = [chunk.request.used_seat() for chunk in chunks]
         hidden = self._model.extend(
-            torch.from_numpy(
-                np.concatenate([r.prompt[s.length : s.length + n] for r, s, n in chosen])
-            ),
-            [s.index for _, s, _ in chosen],
-            [s.length for _, s, _ in chosen],
-            [n for _, _, n in chosen],
+            torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks])),
+            [seat.index for seat in seats],
+            [seat.length for seat in seats],
+            [len(chunk.tokens) for chunk in chunks],
             self._cache,
             attention=self._attention,
             ends_only=True,
         )
-        complete: list[tuple[Request, int]] = []
-        for row, (request, slot, count) in enumerate(chosen):
-            slot.append(request.prompt[slot.length : slot.length + count])
-            if request.num_missing == 0:
-                complete.append((request, row))
+        complete = [row for row, chunk in enumerate(chunks) if self._scheduler.note_computed(chunk)]
         if complete:
-            requests = [request for request, _ in complete]
-            self._prefilling = [r for r in self._prefilling if r not in requests]
-            self._running.extend(requests)
-            self._sample(requests, hidden[[row for _, row in complete]])
+            requests = [chunks[row].request for row in complete]
+            logits = self._model.logits(hidden[complete], self._cache)
+            self._record_all(requests, drawn(logits, requests))
 
     def _decode(self) -> None:
-        requests = list(self._running)
         # Another prefill is due: a single step, so that the others do not wait for it longer than before.
-        max_steps = 1 if self._prefilling else _MAX_STEPS
+        max_steps = 1 if self._scheduler.prefilling else _MAX_STEPS
+        max_steps = self._scheduler.make_room(max_steps)
+        requests = list(self._scheduler.running)
         drawn = decode(
             self._model,
             self._cache,
@@ -436,11 +388,8 @@ class EmbeddedEngine:
             interrupt=self._interrupt,
         )
         for request, token_ids in zip(requests, drawn.tokens.T.tolist(), strict=True):
-            request.used_slot().append([request.last_token, *token_ids[:-1]])
+            self._scheduler.seats.write(request.used_seat(), [request.last_token, *token_ids[:-1]])
         self._record_all(requests, drawn)
-
-    def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
-        self._record_all(requests, drawn(self._model.logits(hidden, self._cache), requests))
 
     def _record_all(self, requests: list[Request], drawn: Drawn) -> None:
         self._counters.sampled += drawn.tokens.numel()
@@ -482,9 +431,9 @@ class EmbeddedEngine:
             self._send(request, None)
 
     def _finish(self, request: Request, ending: FinishReason | EngineError) -> None:
-        self._running.remove(request)
+        # Rows behind logits that are not finite may be at fault themselves.
+        self._scheduler.finish(request, is_sound=not isinstance(ending, EngineError))
         self._send(request, ending)
-        self._free(request)
 
     def _send(self, request: Request, ending: FinishReason | EngineError | None) -> None:
         """Hand over what was sampled since the last piece; called from the worker and the event loop."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longarc.engine.slots import Ids, Slot
+from longarc.engine.pages import Ids
+from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
 from longarc.errors import ContractError, EngineError, EngineRequestError
 from longarc.records.sampling import FinishReason, SampledTokens, Sampling
@@ -22,10 +23,16 @@ class Request:
     seed: int
     pieces: asyncio.Queue[SampledTokens | EngineError] = field(default_factory=asyncio.Queue)
     """Bounded by ``sampling.max_new_tokens`` pieces."""
-    slot: Slot | None = None
+    arrival: int = 0
+    """Requests that came before it."""
+    seat: Seat | None = None
     num_cached: int = 0
-    num_sampled: int = 0
-    last_token: int = -1
+    """Prompt tokens found in the cache when it was first admitted."""
+    has_begun: bool = False
+    """Whether it was ever admitted."""
+    known: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Prompt, and what was sampled before it was last admitted: what has to be in the cache to go on."""
+    sampled_ids: list[int] = field(default_factory=list)
     unsent_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[float] = field(default_factory=list)
     unsent_kept: list[tuple[int, ...]] = field(default_factory=list)
@@ -56,8 +63,7 @@ class Request:
             self.unsent_kept.extend(kept_ids or [()] * len(token_ids))
         if self.sampling.returns_raw_logprobs:
             self.unsent_raw.extend(raw_logprobs)
-        self.num_sampled += len(token_ids)
-        self.last_token = token_ids[-1]
+        self.sampled_ids.extend(token_ids)
 
     def piece(self, version: int, finish_reason: FinishReason | None) -> SampledTokens:
         """Return what is to be handed over, and forget it."""
@@ -85,9 +91,25 @@ class Request:
         return "length" if self.num_sampled >= self.sampling.max_new_tokens else None
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.sampled_ids)
+
+    @property
+    def last_token(self) -> int:
+        """The newest token; its state is computed with the next step."""
+        return self.sampled_ids[-1]
+
+    def tokens(self) -> Ids:
+        """Return the prompt and what was sampled."""
+        if not self.sampled_ids:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.sampled_ids, dtype=np.int64)])
+
+    @property
     def num_missing(self) -> int:
-        """Prompt tokens whose state is not in the slot yet."""
-        return len(self.prompt) - (self.slot.length if self.slot else 0)
+        """Known tokens whose state is not in the cache yet."""
+        return len(self.known) - (self.seat.length if self.seat else 0)
 
     @property
     def num_until_handover(self) -> int:
@@ -101,15 +123,15 @@ class Request:
         """Position in the seed's stream of the next token's draw."""
         return self.sampling.num_sampled_before + self.num_sampled
 
-    def used_slot(self) -> Slot:
-        """Return the slot of a running request.
+    def used_seat(self) -> Seat:
+        """Return the seat of a running request.
 
         Raises:
             ContractError: it has none.
         """
-        if self.slot is None:
-            raise ContractError(f"request of session {self.session_id} runs without a slot")
-        return self.slot
+        if self.seat is None:
+            raise ContractError(f"request of session {self.session_id} runs without a seat")
+        return self.seat
 
 
 def checked_prompt(

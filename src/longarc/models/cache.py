@@ -1,29 +1,69 @@
-"""What inference keeps of the tokens it has seen: contiguous rows per slot, one slot per sequence."""
+"""What inference keeps of the tokens it has seen: rows in pages, and for each sequence a list of pages.
+
+::
+
+    slot 0  pages 7, 2, 9        position p of a slot is row  page[p // page_tokens] * page_tokens + p % page_tokens
+    slot 1  pages 7, 4           of every table: two sequences that begin alike can share a page
+
+A page holds the rows of every kind and layer of as many consecutive positions. A row is never moved. Who gives pages
+to slots decides what is shared and what is kept; without such a caller each slot has pages of its own.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.errors import ContractError
 
+PAGE_TOKENS = 64
+"""Positions of a page where nobody asks for another number."""
+NO_PAGE = -1
 
-class SlotCache:
-    """Rows of every kind (latents, indexer keys, keys, values) for every layer and slot.
 
-    A row is never moved: position p of the sequence in slot s is row ``s * max_length + p`` of the
-    flattened table of a layer.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """How many sequences and tokens a cache has room for."""
+
+    num_slots: int
+    """Sequences that can be extended."""
+    max_length: int
+    """Of a sequence [tokens]."""
+    page_tokens: int = PAGE_TOKENS
+    """Positions of a page; a power of two, at least 16."""
+    num_pages: int | None = None
+    """Pages of all sequences together, which the caller gives to slots; None gives each slot its own, for all of
+    its length, once and for all."""
+
+    def __post_init__(self) -> None:
+        if self.page_tokens < 16 or self.page_tokens & (self.page_tokens - 1):
+            raise ContractError(
+                f"page_tokens={self.page_tokens} has to be a power of two and at least 16"
+            )
+
+    @property
+    def slot_pages(self) -> int:
+        """Pages of a sequence of the greatest length."""
+        return -(-self.max_length // self.page_tokens)
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of the cache."""
+        return self.num_slots * self.slot_pages if self.num_pages is None else self.num_pages
+
+
+class PagedCache:
+    """Rows of every kind (latents, indexer keys, keys, values) for every layer and page."""
 
     def __init__(
         self,
         widths: Mapping[str, int],
+        shape: CacheShape,
         *,
         num_layers: int,
-        num_slots: int,
-        max_length: int,
         dtype: torch.dtype,
         device: torch.device,
         layers: Mapping[str, Sequence[int]] = MappingProxyType({}),
@@ -32,55 +72,107 @@ class SlotCache:
 
         Args:
             widths: kinds of rows and their widths.
+            shape: sequences, pages and lengths.
             num_layers: of the model.
-            num_slots: sequences.
-            max_length: of a sequence [tokens].
             dtype: of the rows.
             device: where they are.
             layers: which layers have rows of a kind; a kind that is not named is in all.
         """
-        self.num_slots = num_slots
-        self.max_length = max_length
+        self.shape = shape
         self._place = places(widths, layers, num_layers=num_layers)
+        num_rows = shape.total_pages * shape.page_tokens
         # Zeros, not uninitialised memory: rows behind a sequence's end are read and masked.
         self._rows = {
-            name: torch.zeros(
-                len(self._place[name]), num_slots * max_length, width, dtype=dtype, device=device
-            )
+            name: torch.zeros(len(self._place[name]), num_rows, width, dtype=dtype, device=device)
             for name, width in widths.items()
         }
+        self.page_table = torch.full((shape.num_slots, shape.slot_pages), NO_PAGE)
+        """Pages of each slot by position, NO_PAGE behind the last one; on the CPU."""
+        if shape.num_pages is None:
+            self.page_table[:] = torch.arange(shape.total_pages).view(self.page_table.shape)
+        self._pages = self.page_table.numpy()
 
     def table(self, name: str, layer: int) -> Float[Tensor, "rows width"]:
-        """Return all rows of one kind in one layer, slot after slot."""
+        """Return all rows of one kind in one layer, page after page."""
         return self._rows[name][self._place[name][layer]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a table."""
+        return self.shape.total_pages * self.shape.page_tokens
 
     @property
     def num_bytes(self) -> int:
         """Memory of all rows [bytes]."""
         return sum(rows.nbytes for rows in self._rows.values())
 
-    def reusable(self, slot: int, length: int) -> int:
-        """Return how much of a slot's first ``length`` positions another sequence can continue: all of it."""
-        return length
+    @property
+    def can_branch(self) -> bool:
+        """Whether a sequence can go on from any position of another one, or only where that one stands."""
+        return True
 
-    def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
-        """Copy the first ``length`` positions of one slot to another, in all layers.
+    def give_pages(self, slot: int, pages: Sequence[int], *, first: int = 0) -> None:
+        """Let a slot's positions from the ``first``-th page on lie in these pages, and none behind them.
 
         Raises:
-            ContractError: a slot or the length does not exist.
+            ContractError: a page or the slot does not exist, or there are more pages than the length allows.
         """
-        for slot in (source_slot, target_slot):
-            self._check_range(slot, 0, length)
-        source, target = source_slot * self.max_length, target_slot * self.max_length
+        self._check_range(slot, 0, 0)
+        stop = first + len(pages)
+        if stop > self.shape.slot_pages or not all(
+            0 <= page < self.shape.total_pages for page in pages
+        ):
+            raise ContractError(
+                f"slot {slot} cannot have pages {list(pages)} from place {first} on: a slot has at most "
+                f"{self.shape.slot_pages} of the pages 0..{self.shape.total_pages - 1}"
+            )
+        self._pages[slot, first:stop] = pages
+        self._pages[slot, stop:] = NO_PAGE
+
+    def rows_of(self, slot: int, length: int) -> slice | Int[Tensor, " length"]:
+        """Return the row of each of a slot's first ``length`` positions, as a slice where they follow each other."""
+        size = self.shape.page_tokens
+        pages = self.page_table[slot, : -(-length // size)]
+        first = int(pages[0]) * size
+        if torch.equal(pages, torch.arange(int(pages[0]), int(pages[0]) + len(pages))):
+            return slice(first, first + length)
+        return (pages[:, None] * size + torch.arange(size)).flatten()[:length]
+
+    def rows_of_all(self, slots: Sequence[int], length: int) -> Int[Tensor, "slots length"]:
+        """Return the rows of several slots' first positions; where a slot has no page, rows of some other one."""
+        size = self.shape.page_tokens
+        pages = self.page_table[list(slots), : -(-length // size)].clamp_min(0)
+        return (pages[:, :, None] * size + torch.arange(size)).flatten(1)[:, :length]
+
+    def copy_rows(self, source_page: int, target_page: int, count: int) -> None:
+        """Copy the first ``count`` positions of one page to another, in all layers."""
+        size = self.shape.page_tokens
+        source, target = source_page * size, target_page * size
         for rows in self._rows.values():
-            rows[:, target : target + length] = rows[:, source : source + length]
+            rows[:, target : target + count] = rows[:, source : source + count]
+
+    def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
+        """Copy the first ``length`` positions of one slot to the pages of another, in all layers.
+
+        Raises:
+            ContractError: a slot or the length does not exist, or the target has no pages for it.
+        """
+        self._check_fit([source_slot, target_slot], [0, 0], [length, length])
+        size = self.shape.page_tokens
+        for index, start in enumerate(range(0, length, size)):
+            source, target = (int(self._pages[slot, index]) for slot in (source_slot, target_slot))
+            self.copy_rows(source, target, min(size, length - start))
 
     def check(self, slots: list[int], starts: list[int], counts: list[int]) -> None:
         """Refuse new tokens that do not fit.
 
         Raises:
-            ContractError: an unknown or repeated slot, or positions beyond ``max_length``.
+            ContractError: an unknown or repeated slot, positions beyond the greatest length, or positions for
+                which the slot has no page.
         """
+        self._check_fit(slots, starts, counts)
+
+    def _check_fit(self, slots: list[int], starts: list[int], counts: list[int]) -> None:
         if len(set(slots)) != len(slots):
             raise ContractError(
                 f"slots {slots} repeat: a slot holds one sequence, extend it once per call"
@@ -91,15 +183,20 @@ class SlotCache:
                     f"slot {slot} gets {count} new tokens; leave it out or give at least 1"
                 )
             self._check_range(slot, start, start + count)
+            last_page = (start + count - 1) // self.shape.page_tokens
+            if self._pages[slot, last_page] == NO_PAGE:
+                raise ContractError(
+                    f"slot {slot} has no page for position {start + count - 1}; give it one first"
+                )
 
     def _check_range(self, slot: int, start: int, stop: int) -> None:
-        if not 0 <= slot < self.num_slots:
+        if not 0 <= slot < self.shape.num_slots:
             raise ContractError(
-                f"slot {slot} does not exist: the cache has slots 0..{self.num_slots - 1}"
+                f"slot {slot} does not exist: the cache has slots 0..{self.shape.num_slots - 1}"
             )
-        if not 0 <= start <= stop <= self.max_length:
+        if not 0 <= start <= stop <= self.shape.max_length:
             raise ContractError(
-                f"positions {start}..{stop} of slot {slot} do not fit: the cache holds {self.max_length} "
+                f"positions {start}..{stop} of slot {slot} do not fit: the cache holds {self.shape.max_length} "
                 f"tokens per slot. Make it longer, or end the sequence earlier"
             )
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.errors import ContractError
+from longarc.models.cache import CacheShape
 from longarc.models.decoder_base import (
     Attention,
     Decoder,
@@ -143,11 +144,5 @@ class GlmMoeDsa(Decoder):
             scaling=self.config.rope_scaling,
         )
 
-    def _native_cache(self, num_slots: int, max_length: int) -> NativeGlmMoeDsa:
-        return NativeGlmMoeDsa(
-            self._weights(),
-            self._angles(max_length),
-            self.config,
-            num_slots=num_slots,
-            max_length=max_length,
-        )
+    def _native_cache(self, shape: CacheShape) -> NativeGlmMoeDsa:
+        return NativeGlmMoeDsa(self._weights(), self._angles(shape.max_length), self.config, shape)

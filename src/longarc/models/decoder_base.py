@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
 from longarc.errors import ContractError
 from longarc.models.activations import Activations
-from longarc.models.cache import SlotCache
+from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.key_lists import KeyLists
@@ -69,7 +69,7 @@ class Pass:
     """The sparse indexer loss looks at every ``indexer_stride``-th query."""
     int4_group_size: int | None = None
     """Numbers that share a scale where routed experts compute as INT4; None leaves the weights alone."""
-    cache: SlotCache | None = None
+    cache: PagedCache | None = None
     flat_runs: FlatRuns | None = None
     """The plan for the native kernels, where they can do the attention of this pass."""
     key_lists: KeyLists | None = None
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
-        cache: SlotCache,
+        cache: PagedCache,
         *,
         attention: Attention = "sparse",
         ends_only: bool = False,
@@ -295,14 +295,9 @@ class Decoder(nn.Module):
                 ends_only=ends_only,
             )
         positions: list[int] = []
-        rows: list[int] = []
-        for slot, start, count in zip(slots, starts, counts, strict=True):
+        for start, count in zip(starts, counts, strict=True):
             positions.extend(range(start, start + count))
-            first_row = slot * cache.max_length + start
-            rows.extend(range(first_row, first_row + count))
-        plan = AttentionPlan.of_slots(
-            slots, starts, counts, max_length=cache.max_length, device=token_ids.device
-        )
+        plan = AttentionPlan.of_cache(cache, slots, starts, counts, device=token_ids.device)
         backend = backend_for(self.output_weight)
         step = Pass(
             rotation=self.rotation(self._padded(torch.tensor(positions))),
@@ -310,41 +305,59 @@ class Decoder(nn.Module):
             plan=plan,
             attention=attention,
             backend=backend,
-            key_lists=self._key_lists(plan, cache.num_slots * cache.max_length, backend),
+            key_lists=self._key_lists(plan, cache.num_rows, backend),
             cache=cache,
-            cache_rows=torch.tensor(rows, device=token_ids.device),
+            cache_rows=plan.own_rows(token_ids.device),
         )
         hidden, *_ = self.model(self._padded(token_ids), step)
         new_hidden: Tensor = hidden[:num_tokens]
         return new_hidden[torch.tensor(counts).cumsum(0) - 1] if ends_only else new_hidden
 
     def logits(
-        self, hidden: Float[Tensor, "rows hidden"], cache: SlotCache
+        self, hidden: Float[Tensor, "rows hidden"], cache: PagedCache
     ) -> Float[Tensor, "rows vocab"]:
         """Project what ``extend`` returned, with the packed weight that a native cache keeps."""
         if isinstance(cache, NativeDecoder):
             return cache.logits(hidden)
         return project_logits(hidden, self.output_weight)
 
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+    def new_cache(
+        self,
+        num_slots: int,
+        max_length: int,
+        *,
+        num_pages: int | None = None,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> PagedCache:
         """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.
 
         It belongs to this model: where the native kernels run, it reads the parameters in place and
         notices when they changed.
 
+        Args:
+            num_slots: sequences that can be extended.
+            max_length: of a sequence [tokens].
+            num_pages: pages, which the caller gives to slots; None gives each slot its own.
+            page_tokens: positions of a page.
+
         Raises:
-            ContractError: the model's context is shorter.
+            ContractError: the model's context is shorter, or there can be no such pages.
         """
         self._check_length(max_length)
+        shape = CacheShape(
+            num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
+        )
+        return self._cache_of(shape)
+
+    def _cache_of(self, shape: CacheShape) -> PagedCache:
         weight = self.output_weight
         if native_for(*self.parameters()) and backend_for(weight) == "cpu":
-            return self._native_cache(num_slots, max_length)
-        return SlotCache(
+            return self._native_cache(shape)
+        return PagedCache(
             self.cache_widths(),
+            shape,
             layers=self.cache_layers(),
             num_layers=len(self.model.layers),
-            num_slots=num_slots,
-            max_length=max_length,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -355,7 +368,7 @@ class Decoder(nn.Module):
         return plan.key_lists(num_rows, self.output_weight.device)
 
     @abstractmethod
-    def _native_cache(self, num_slots: int, max_length: int) -> NativeDecoder:
+    def _native_cache(self, shape: CacheShape) -> NativeDecoder:
         """Return the cache with which the native kernels compute."""
 
     def _weights(self) -> dict[str, Tensor]:

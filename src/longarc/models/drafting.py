@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.errors import ContractError
-from longarc.models.cache import SlotCache
+from longarc.models.cache import CacheShape, PagedCache
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Attention
 from longarc.models.layers import check_ids
@@ -38,14 +38,13 @@ class Drafted:
     """What each token was drawn from; rejection sampling compares it with the main model's."""
 
 
-def new_draft_cache(model: GlmMoeDsa, *, num_slots: int, max_length: int) -> SlotCache:
+def new_draft_cache(model: GlmMoeDsa, *, num_slots: int, max_length: int) -> PagedCache:
     """Return the cache of the MTP layer for as many sequences, beside the main model's cache."""
     weight = model.output_weight
-    return SlotCache(
+    return PagedCache(
         model.cache_widths(),
+        CacheShape(num_slots=num_slots, max_length=max_length),
         num_layers=1,
-        num_slots=num_slots,
-        max_length=max_length,
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -59,7 +58,7 @@ def draft(
     slots: Sequence[int],
     starts: Sequence[int],
     counts: Sequence[int],
-    cache: SlotCache,
+    cache: PagedCache,
     *,
     num_steps: int,
     choose: Choose,
@@ -153,23 +152,21 @@ class _Sequences:
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
-        cache: SlotCache,
+        cache: PagedCache,
         device: torch.device,
     ) -> None:
         self.last = torch.tensor(counts, device=device).cumsum(0) - 1
         """The last new state of each sequence."""
         runs: list[QueryRun] = []
         positions: list[int] = []
-        rows: list[int] = []
         for slot, start, count in zip(slots, starts, counts, strict=True):
-            first_row = slot * cache.max_length
-            keys = slice(first_row, first_row + start + count)
+            keys = cache.rows_of(slot, start + count)
+            keys = keys if isinstance(keys, slice) else keys.to(device)
             runs.append(QueryRun(len(positions), count, start, keys))
             positions += range(start, start + count)
-            rows += range(first_row + start, first_row + start + count)
         self.plan = AttentionPlan(tuple(runs))
         self.positions = torch.tensor(positions, device=device)
-        self.rows = torch.tensor(rows, device=device)
+        self.rows = self.plan.own_rows(device)
 
     def plan_of_last(self) -> AttentionPlan:
         """Return the attention of one query behind each sequence, to the keys up to its last state."""

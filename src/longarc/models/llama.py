@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longarc.config.model import LlamaConfig
 from longarc.models.attention import dense_attention
+from longarc.models.cache import CacheShape
 from longarc.models.decoder_base import (
     Decoder,
     DecoderLayer,
@@ -125,11 +126,5 @@ class Llama(Decoder):
             scaling=self.config.rope_scaling,
         )
 
-    def _native_cache(self, num_slots: int, max_length: int) -> NativeLlama:
-        return NativeLlama(
-            self._weights(),
-            self._angles(max_length),
-            self.config,
-            num_slots=num_slots,
-            max_length=max_length,
-        )
+    def _native_cache(self, shape: CacheShape) -> NativeLlama:
+        return NativeLlama(self._weights(), self._angles(shape.max_length), self.config, shape)

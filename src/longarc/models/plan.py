@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longarc.algos.selection import NO_KEY
+from longarc.models.cache import PagedCache
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.key_lists import KeyLists
 from longarc.models.layout import Layout
@@ -73,14 +74,13 @@ class SingleQueries:
 
     queries: slice | Int[Tensor, " batch"]
     """Packed index of each token."""
-    first_rows: Int[Tensor, " batch"]
-    """Row of position 0 of each sequence."""
     num_keys: Int[Tensor, " batch"]
     """Positions that each token sees, itself included."""
     max_keys: int
-    slots: slice | Int[Tensor, " batch"]
-    """Slots of the cache; a slice where they are consecutive, which saves a copy of their rows."""
-    max_length: int
+    key_rows: Int[Tensor, "batch max_keys"]
+    """Row of every position of each sequence; behind its last one, any row of the table."""
+    slots: tuple[int, ...]
+    """Slots of the cache."""
 
     def query_list(self) -> list[int]:
         """Return the packed index of each token as numbers."""
@@ -90,8 +90,7 @@ class SingleQueries:
 
     def key_window(self, table: Tensor) -> Tensor:
         """Return the first ``max_keys`` rows of each sequence, [batch, max_keys, width]."""
-        by_slot = table.view(-1, self.max_length, table.shape[-1])[:, : self.max_keys]
-        return by_slot[self.slots]
+        return table[self.key_rows]
 
     def hidden_keys(self) -> Tensor:
         """Return [batch, max_keys], True where a key lies behind the token's own position."""
@@ -100,7 +99,8 @@ class SingleQueries:
 
     def rows_at(self, positions: Int[Tensor, "batch S"]) -> Int[Tensor, "batch S"]:
         """Translate positions in each sequence to rows of the table; NO_KEY stays."""
-        return torch.where(positions == NO_KEY, NO_KEY, positions + self.first_rows[:, None])
+        rows = self.key_rows.gather(1, positions.clamp_min(0))
+        return rows.masked_fill_(positions == NO_KEY, NO_KEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,8 @@ class AttentionPlan:
 
     runs: tuple[QueryRun, ...]
     singles: SingleQueries | None = None
+    slots: tuple[int, ...] = ()
+    """Slot of the cache of each run; empty without a cache."""
 
     @classmethod
     def of_layout(cls, layout: Layout, device: torch.device) -> "AttentionPlan":
@@ -130,11 +132,13 @@ class AttentionPlan:
             for run in self.runs
         ]
         if self.singles is not None:
-            first_rows, num_keys = self.singles.first_rows.tolist(), self.singles.num_keys.tolist()
             runs += [
-                (query, 1, count - 1, torch.arange(first, first + count))
-                for query, first, count in zip(
-                    self.singles.query_list(), first_rows, num_keys, strict=True
+                (query, 1, count - 1, rows[:count])
+                for query, count, rows in zip(
+                    self.singles.query_list(),
+                    self.singles.num_keys.tolist(),
+                    self.singles.key_rows,
+                    strict=True,
                 )
             ]
         return FlatRuns.of(runs)
@@ -161,7 +165,11 @@ class AttentionPlan:
             )
         longest = [run.num_keys for run in self.runs]
         if self.singles is not None:
-            first_keys[self.singles.queries] = self.singles.first_rows
+            count, size = self.singles.key_rows.shape
+            first_keys[self.singles.queries] = (
+                num_listed + torch.arange(count, device=device) * size
+            )
+            lists.append(self.singles.key_rows.flatten())
             num_keys[self.singles.queries] = self.singles.num_keys
             longest.append(self.singles.max_keys)
         return KeyLists(torch.cat(lists), first_keys, num_keys, max(longest))
@@ -175,8 +183,17 @@ class AttentionPlan:
         if self.singles is not None:
             queries = torch.arange(self.num_queries)[self.singles.queries]
             for index, query in enumerate(queries.tolist()):
-                first, count = self.singles.first_rows[index], self.singles.num_keys[index]
-                yield query, torch.arange(int(first), int(first + count), device=device)
+                yield query, self.singles.key_rows[index, : self.singles.num_keys[index]]
+
+    def own_rows(self, device: torch.device) -> Int[Tensor, " tokens"]:
+        """Return the row of each query's own position."""
+        rows = torch.empty(self.num_queries, dtype=torch.long, device=device)
+        for run in self.runs:
+            rows[run.queries] = run.key_row_list()[run.first_position :].to(device)
+        if self.singles is not None:
+            last = self.singles.num_keys[:, None] - 1
+            rows[self.singles.queries] = self.singles.key_rows.gather(1, last)[:, 0]
+        return rows
 
     @property
     def num_queries(self) -> int:
@@ -185,28 +202,31 @@ class AttentionPlan:
         return sum(run.num_queries for run in self.runs) + singles
 
     @classmethod
-    def of_slots(
+    def of_cache(
         cls,
+        cache: PagedCache,
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
         *,
-        max_length: int,
         device: torch.device,
     ) -> "AttentionPlan":
         """Plan a pass of new tokens over cached sequences."""
         runs: list[QueryRun] = []
+        run_slots: list[int] = []
         single: list[tuple[int, int, int]] = []
         first_query = 0
         for slot, start, count in zip(slots, starts, counts, strict=True):
             if count == 1:
                 single.append((first_query, slot, start + 1))
             else:
-                row = slot * max_length
-                runs.append(QueryRun(first_query, count, start, slice(row, row + start + count)))
+                rows = cache.rows_of(slot, start + count)
+                rows = rows if isinstance(rows, slice) else rows.to(device)
+                runs.append(QueryRun(first_query, count, start, rows))
+                run_slots.append(slot)
             first_query += count
-        singles = _singles(single, max_length=max_length, device=device) if single else None
-        return cls(tuple(runs), singles)
+        singles = _singles(cache, single, device=device) if single else None
+        return cls(tuple(runs), singles, tuple(run_slots))
 
 
 def _key_rows(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | Tensor:
@@ -221,17 +241,15 @@ def _key_rows(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice 
 
 
 def _singles(
-    single: Sequence[tuple[int, int, int]], *, max_length: int, device: torch.device
+    cache: PagedCache, single: Sequence[tuple[int, int, int]], *, device: torch.device
 ) -> SingleQueries:
     queries, slots, num_keys = (list(column) for column in zip(*single, strict=True))
-    slots_B = torch.tensor(slots, device=device)
     return SingleQueries(
         queries=_as_slice(queries) or torch.tensor(queries, device=device),
-        first_rows=slots_B * max_length,
         num_keys=torch.tensor(num_keys, device=device),
         max_keys=max(num_keys),
-        slots=_as_slice(slots) or slots_B,
-        max_length=max_length,
+        key_rows=cache.rows_of_all(slots, max(num_keys)).to(device),
+        slots=tuple(slots),
     )
 
 

@@ -94,7 +94,10 @@ def engine_metrics(before: EngineHealth, after: EngineHealth, *, step_s: float) 
     return [
         *probe,
         Metric("throughput/sampled_tokens_per_s", sampled, step_s),
-        Metric("engine/cached_prompt_frac", cached, prompted),
+        Metric("engine/prefill_tokens_saved_frac", cached, prompted),
+        Metric("engine/preemptions", after.num_preemptions - before.num_preemptions, reduce="sum"),
+        Metric("engine/used_pages_frac", after.num_used_pages, after.num_pages),
+        Metric("engine/cached_pages_frac", after.num_cached_pages, after.num_pages),
         Metric("loop/engine_idle_frac", step_s - busy_s, step_s),
     ]
 

@@ -114,6 +114,16 @@ class EngineHealth:
     """Prompt tokens asked for since the engine started, cached ones included."""
     num_cached_tokens: int
     """Prompt tokens that the prefix cache saved since the engine started."""
+    num_recomputed_tokens: int = 0
+    """Tokens that were computed again after a preemption since the engine started."""
+    num_preemptions: int = 0
+    """Times that a running sequence gave up its pages since the engine started."""
+    num_free_pages: int = 0
+    """Pages of the cache that hold nothing."""
+    num_cached_pages: int = 0
+    """Pages that nobody uses and that are kept for reuse."""
+    num_used_pages: int = 0
+    """Pages of running sequences."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
     instance_id: str = ""
@@ -122,3 +132,13 @@ class EngineHealth:
     probe_gap: float | None = None
     """Mean difference between the engine's and the trainer's log-probabilities of the probe after the last weight
     update [nats]; None where none is made, because both compute with the same code."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache; 0 where the engine does not tell."""
+        return self.num_free_pages + self.num_cached_pages + self.num_used_pages
+
+    @property
+    def prefill_tokens_saved_frac(self) -> float:
+        """Share of the prompt tokens asked for that did not have to be computed; 0 before the first prompt."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

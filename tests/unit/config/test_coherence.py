@@ -11,7 +11,7 @@ from longarc.errors import ConfigError
 LOOP = {"num_steps": 1, "group_size": 2, "max_concurrent_rollouts": 8}
 RECIPE = {
     "name": "r",
-    "engine": {"num_slots": 8, "max_running": 8, "max_waiting": 8},
+    "engine": {"max_running": 8, "max_waiting": 8},
     "tasks": {"t": {"path": "a.b:C"}},
     "stages": {
         "pretrain": {"kind": "pretrain", "num_steps": 1},
@@ -90,7 +90,9 @@ def test_the_recipe_as_it_stands_is_accepted():
             r"'pretrain': context_tokens=5000.*embeddings=4096",
         ),
         ("tokenizer.vocab_size", 4096, r"vocab_size=4096 exceeds model.vocab_size=2048.*Raise"),
-        ("engine.max_running", 9, r"max_running=9 exceeds num_slots=8.*raise num_slots"),
+        ("engine.cache_tokens", 500, r"max_running=8 .*page of 64.*cache_tokens=500.*raise cache"),
+        ("engine.cache_tokens", 1000, r"'rl': .*max_context_tokens=1024.*cache_tokens=1000"),
+        ("engine.page_tokens", 48, r"page_tokens=48 has to be a power of two"),
         (
             "stages.rl.loop.max_concurrent_rollouts",
             17,

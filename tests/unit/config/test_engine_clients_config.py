@@ -14,8 +14,8 @@ def test_an_engine_without_a_kind_is_the_embedded_one():
 def test_the_kind_decides_which_settings_there_are():
     assert isinstance(ANY.validate_python({"kind": "vllm", "python": "p"}), VllmConfig)
     assert isinstance(ANY.validate_python({"kind": "sglang", "url": "http://a:1"}), SglangConfig)
-    with pytest.raises(ValidationError, match="num_slots"):
-        ANY.validate_python({"kind": "vllm", "python": "p", "num_slots": 4})
+    with pytest.raises(ValidationError, match="cache_tokens"):
+        ANY.validate_python({"kind": "vllm", "python": "p", "cache_tokens": 4})
 
 
 @pytest.mark.parametrize(

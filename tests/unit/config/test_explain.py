@@ -82,7 +82,7 @@ def test_the_schema_is_json_that_an_editor_can_use():
 
 
 def test_a_key_of_any_member_of_a_union_is_explained_by_its_place():
-    assert [s.name for s in find_options(Recipe, "engine.num_slots")] == ["EngineConfig"]
+    assert [s.name for s in find_options(Recipe, "engine.cache_tokens")] == ["EngineConfig"]
     assert {s.name for s in find_options(Recipe, "engine.on_update")} == {
         "VllmConfig",
         "SglangConfig",

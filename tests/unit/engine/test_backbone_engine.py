@@ -30,7 +30,7 @@ async def test_groups_turns_and_pushed_weights_sample_what_the_trainer_computes(
     config = small(family, initializer_range=0.2)
     model, trained = (spread(build_model(config, seed=seed)) for seed in (0, 1))
     untouched = spread(build_model(config, seed=0))
-    settings = EngineConfig(num_slots=4, max_running=3, max_prefill_tokens=32)
+    settings = EngineConfig(max_running=3, max_prefill_tokens=32)
     sampled = []
 
     async def complete(prompt, session, seed):

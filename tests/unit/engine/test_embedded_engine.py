@@ -31,7 +31,7 @@ QWEN = LLAMA.model_copy(
 
 
 def make_engine(config=NANO, *, seed=0, context=160, **settings) -> EmbeddedEngine:
-    settings = {"num_slots": 8, "max_running": 4, "max_prefill_tokens": 32, **settings}
+    settings = {"cache_tokens": 2048, "max_running": 4, "max_prefill_tokens": 32, **settings}
     return EmbeddedEngine(
         build_model(config, seed=seed), EngineConfig(**settings), max_context_tokens=context
     )
@@ -182,7 +182,7 @@ async def test_weights_that_are_not_what_was_announced_are_refused_and_the_old_o
 
 
 async def test_a_request_that_is_abandoned_frees_its_slot():
-    async with make_engine(max_running=1, num_slots=1) as engine:
+    async with make_engine(max_running=1) as engine:
         stream = engine.stream(
             [1, 2], Sampling(max_new_tokens=100, stream_interval_tokens=1), session_id="a"
         )
@@ -218,7 +218,7 @@ async def test_impossible_requests_are_refused_with_the_reason(prompt, sampling,
 
 
 async def test_a_full_queue_pushes_back():
-    async with make_engine(max_running=1, num_slots=1, max_waiting=1) as engine:
+    async with make_engine(max_running=1, max_waiting=1) as engine:
         results = await asyncio.gather(
             *(complete(engine, [i], session=str(i)) for i in range(1, 5)), return_exceptions=True
         )

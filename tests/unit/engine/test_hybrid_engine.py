@@ -10,9 +10,11 @@ from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.models.build import build_model
 from longarc.models.conversion import hybrid_config
+from longarc.models.hf_weights import save_weights
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
-from longarc.records.sampling import Sampling
+from longarc.records.sampling import Sampling, WeightSource
+from longarc.runs.checkpoint import file_sha256
 
 PATTERN = AttentionPattern(layers="FSGD", window=16, chunk_tokens=16)
 SHAPE = {"vocab_size": 64, "num_hidden_layers": 4, "max_position_embeddings": 256}
@@ -25,7 +27,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
 async def test_turns_groups_and_reused_slots_sample_what_the_trainer_computes(config):
     model = build_model(config, seed=0)
-    settings = EngineConfig(num_slots=4, max_running=3, max_prefill_tokens=32)
+    settings = EngineConfig(max_running=3, max_prefill_tokens=32)
     sampled = []
 
     async def complete(prompt, session, seed):
@@ -51,3 +53,22 @@ async def test_turns_groups_and_reused_slots_sample_what_the_trainer_computes(co
         expected, _ = token_logprobs(hidden[:-1], model.output_weight, whole[1:], temperature=0.7)
         expected = expected[len(prompt) - 1 :].detach()
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=5e-5)
+
+
+async def test_a_memory_of_old_weights_is_continued_by_nobody(tmp_path):
+    path = tmp_path / "new.safetensors"
+    save_weights(build_model(CONFIGS[1], seed=1), str(path))
+    settings = EngineConfig(max_running=2, max_prefill_tokens=32)
+    model = build_model(CONFIGS[1], seed=0)
+    async with EmbeddedEngine(model, settings, max_context_tokens=160) as engine:
+        sampling = Sampling(max_new_tokens=30, stream_interval_tokens=2, seed=1)
+        history = [1, 2, 3]
+        async for piece in engine.stream([1, 2, 3], sampling, session_id="chat"):
+            if len(history) == 3:
+                source = WeightSource(path=str(path), sha256=file_sha256(path))
+                await engine.update_weights(source, policy_version=1)
+            history += piece.token_ids
+        pieces = [p async for p in engine.stream([*history, 4], sampling, session_id="chat")]
+        health = await engine.health()
+    assert pieces[0].num_cached_tokens == 0
+    assert health.num_used_pages == 0

@@ -32,7 +32,7 @@ PROMPT = [5, 9, 2, 33]
 
 
 def make_engine(config=NANO, *, seed=0) -> EmbeddedEngine:
-    settings = EngineConfig(num_slots=16, max_running=8)
+    settings = EngineConfig(cache_tokens=4096, max_running=8)
     return EmbeddedEngine(build_model(config, seed=seed), settings, max_context_tokens=128)
 
 
@@ -76,7 +76,7 @@ async def test_a_stop_string_that_began_elsewhere_is_found():
     def token_bytes(token_id: int) -> bytes:
         return bytes([48 + token_id])
 
-    settings = EngineConfig(num_slots=16, max_running=8)
+    settings = EngineConfig(cache_tokens=4096, max_running=8)
     async with EmbeddedEngine(
         build_model(NANO, seed=0), settings, max_context_tokens=128, token_bytes=token_bytes
     ) as engine:

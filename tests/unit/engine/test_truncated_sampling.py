@@ -38,7 +38,7 @@ def token_bytes(token_id):
 async def sampled(config, samplings, **options):
     """Return the joined pieces of each completion."""
     model = build_model(config, seed=0)
-    settings = EngineConfig(num_slots=8, max_running=8)
+    settings = EngineConfig(max_running=8)
     async with EmbeddedEngine(model, settings, max_context_tokens=160, **options) as engine:
 
         async def one(index, sampling):

@@ -57,7 +57,7 @@ def published(tmp_path, name, change=None, *, seed=0):
 
 @pytest.fixture
 async def verified():
-    config = EngineConfig(num_slots=4, max_running=4)
+    config = EngineConfig(cache_tokens=1024, max_running=4)
     async with EmbeddedEngine(
         build_model(CONFIG, seed=0), config, max_context_tokens=96
     ) as embedded:

@@ -70,6 +70,61 @@ def test_a_copied_prefix_is_as_good_as_a_computed_one(decoder, make_ids):
         torch.testing.assert_close(got, whole[30:], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["native", "eager"])
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+def test_where_pages_lie_and_who_shares_them_changes_no_bit(
+    decoder, make_ids, path, attention, monkeypatch
+):
+    if path == "eager":
+        monkeypatch.setenv("LONGARC_NATIVE", "0")
+    prompt, answers = make_ids(70), [make_ids(25), make_ids(25)]
+
+    def decode(cache):
+        """Compute the prompt once, then both answers token by token behind it."""
+        states = [decoder.extend(prompt, [0], [0], [70], cache, attention=attention)]
+        if cache.shape.num_pages is None:
+            cache.copy_prefix(0, 1, 70)
+        else:
+            cache.copy_rows(2, 5, 70 - 64)  # the page in which they part
+        for step, ids in enumerate(zip(*answers, strict=True)):
+            starts = [70 + step] * 2
+            states.append(
+                decoder.extend(torch.stack(ids), [0, 1], starts, [1, 1], cache, attention=attention)
+            )
+        return torch.cat(states)
+
+    own = decoder.new_cache(2, 96, page_tokens=16)
+    scattered = decoder.new_cache(2, 96, page_tokens=16, num_pages=9)
+    scattered.give_pages(0, [7, 0, 8, 1, 2, 6])
+    scattered.give_pages(1, [7, 0, 8, 1, 5])
+    scattered.give_pages(1, [3], first=5)
+    assert torch.equal(decode(scattered), decode(own))
+
+
+def test_positions_without_a_page_are_refused(decoder, make_ids):
+    cache = decoder.new_cache(2, 96, page_tokens=16, num_pages=4)
+    cache.give_pages(0, [3, 1])
+    decoder.extend(make_ids(32), [0], [0], [32], cache)
+    with pytest.raises(ContractError, match="slot 0 has no page for position 32"):
+        decoder.extend(make_ids(1), [0], [32], [1], cache)
+    cache.give_pages(0, [3])
+    with pytest.raises(ContractError, match="no page for position 31"):
+        decoder.extend(make_ids(1), [0], [31], [1], cache)
+
+
+@pytest.mark.parametrize(("slot", "pages"), [(0, [4]), (0, [-1]), (0, [0] * 7), (2, [0])])
+def test_pages_that_do_not_exist_cannot_be_given(decoder, slot, pages):
+    cache = decoder.new_cache(2, 96, page_tokens=16, num_pages=4)
+    with pytest.raises(ContractError, match=f"slot {slot} (cannot have pages|does not exist)"):
+        cache.give_pages(slot, pages)
+
+
+@pytest.mark.parametrize("size", [8, 48])
+def test_pages_are_powers_of_two(decoder, size):
+    with pytest.raises(ContractError, match=f"page_tokens={size} has to be a power of two"):
+        decoder.new_cache(1, 64, page_tokens=size)
+
+
 def test_rows_behind_the_end_do_not_matter(decoder, make_ids):
     ids = make_ids(40)
     clean, dirty = decoder.new_cache(2, 64), decoder.new_cache(2, 64)

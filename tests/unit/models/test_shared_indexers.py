@@ -30,10 +30,10 @@ def layers_of_indexers(model):
 def test_a_shared_layer_has_no_indexer_and_leaves_no_index_keys(monkeypatch):
     shared, full = model_of(PATTERN), model_of("FFFFF")
     assert layers_of_indexers(shared) == {"0", "3"}
-    key_bytes = 3 * 2 * 16 * 4 * shared.config.index_head_dim
-    assert full.new_cache(2, 16).num_bytes - shared.new_cache(2, 16).num_bytes == key_bytes
+    key_bytes = 3 * 2 * 64 * 4 * shared.config.index_head_dim
+    assert full.new_cache(2, 64).num_bytes - shared.new_cache(2, 64).num_bytes == key_bytes
     monkeypatch.setenv("LONGARC_NATIVE", "0")
-    assert full.new_cache(2, 16).num_bytes - shared.new_cache(2, 16).num_bytes == key_bytes
+    assert full.new_cache(2, 64).num_bytes - shared.new_cache(2, 64).num_bytes == key_bytes
 
 
 @pytest.mark.parametrize("native_kernels", ["0", "1"])

@@ -8,6 +8,7 @@ import torch
 from longarc.errors import ConfigError, ResourceError
 from longarc.models import gathered_attention, key_selection
 from longarc.models.build import build_model
+from longarc.models.cache import CacheShape, PagedCache
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native
@@ -226,9 +227,13 @@ def test_selection_in_blocks_of_a_long_sequence_keeps_the_tie_rule(dtype, monkey
 
     monkeypatch.setattr(selection, "SCORES", 150 * 2)
     rows = whole_rows(150, 4, 3, dtype)
-    plan = AttentionPlan.of_slots([1], [147], [3], max_length=150, device=CPU)
+    cache = PagedCache(
+        {}, CacheShape(num_slots=2, max_length=150), num_layers=0, dtype=dtype, device=CPU
+    )
+    plan = AttentionPlan.of_cache(cache, [1], [147], [3], device=CPU)
     queries = IndexerRows(rows.query[147:], rows.key[147:], rows.weight[147:])
-    table = torch.cat([torch.full((150, 3), float("nan"), dtype=dtype), rows.key])
+    table = torch.full((cache.num_rows, 3), float("nan"), dtype=dtype)
+    table[cache.rows_of(1, 150)] = rows.key
     select = lambda name: select_rows(  # noqa: E731
         queries, table, plan, num_selected=131, backend=name
     )

@@ -51,7 +51,7 @@ def recipe(weights):
             "sinks": [],
             "initial": {"path": str(weights)},
             "tokenizer": {"path": str(weights / "tokenizer.json")},
-            "engine": {"num_slots": 2, "max_running": 2},
+            "engine": {"cache_tokens": 2048, "max_running": 2},
             "tasks": {"format": {"path": "longarc.envs.tasks.format:Format"}},
             "stages": STAGES,
         }

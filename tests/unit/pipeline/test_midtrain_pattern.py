@@ -32,7 +32,7 @@ RECIPE = {
     "sinks": [],
     "model": MODEL,
     "tokenizer": {"vocab_size": 512, "training_bytes": 50_000},
-    "engine": {"num_slots": 8, "max_running": 8},
+    "engine": {"cache_tokens": 8192, "max_running": 8},
     "tasks": {"format": {"path": "longarc.envs.tasks.format:Format"}},
     "stages": {
         "pretrain": {"kind": "pretrain", "num_steps": 1, **TEXT},

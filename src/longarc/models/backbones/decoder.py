@@ -22,7 +22,7 @@ from longarc.config.transformers_model import TransformersConfig
 from longarc.errors import ContractError
 from longarc.models.activations import Activations
 from longarc.models.backbones.classes import causal_lm, rotary_embedding, transformers_config
-from longarc.models.cache import SlotCache
+from longarc.models.cache import CacheShape, PagedCache
 from longarc.models.decoder_base import (
     Decoder,
     DecoderLayer,
@@ -160,24 +160,17 @@ class TransformersDecoder(Decoder):
         """Return the rotation that the class computes, in the dtype of the weights as it does."""
         return TransformersRotation(self._embeddings_at(self.output_weight, positions[None]))
 
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.
-
-        Raises:
-            ContractError: the model's context is shorter.
-        """
-        self._check_length(max_length)
+    def _cache_of(self, shape: CacheShape) -> PagedCache:
         weight = self.output_weight
-        return SlotCache(
+        return PagedCache(
             self.cache_widths(),
+            shape,
             num_layers=len(self.model.layers),
-            num_slots=num_slots,
-            max_length=max_length,
             dtype=weight.dtype,
             device=weight.device,
         )
 
-    def _native_cache(self, num_slots: int, max_length: int) -> NativeDecoder:
+    def _native_cache(self, shape: CacheShape) -> NativeDecoder:
         raise ContractError("the native decode kernels do not know transformers' layers")
 
 

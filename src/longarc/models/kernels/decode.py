@@ -1,6 +1,6 @@
 """A decoder's incremental forward as one native call per step: packed weights, blocked cache, all layers.
 
-The eager twin is ``Decoder.extend`` over a ``SlotCache``. Weights are packed again when they changed.
+The eager twin is ``Decoder.extend`` over a ``PagedCache``. Weights are packed again when they changed.
 """
 
 import ctypes
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.errors import ContractError
+from longarc.models.cache import CacheShape
 from longarc.models.kernels import structs
 from longarc.models.kernels.memory import Arena
 from longarc.models.kernels.native import check_ids, native_for, required
-from longarc.models.kernels.slot_cache import BlockedSlotCache, Table
+from longarc.models.kernels.paged_tables import BlockedPagedCache, Table
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
 from longarc.models.rope import latent_softmax_scale
 
@@ -25,8 +26,8 @@ Weights: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
 
 
-class NativeDecoder(BlockedSlotCache, ABC):
-    """A slot cache that also runs new tokens of its sequences through all layers."""
+class NativeDecoder(BlockedPagedCache, ABC):
+    """A paged cache that also runs new tokens of its sequences through all layers."""
 
     _family: str
     """Prefix of the names of its native functions."""
@@ -36,19 +37,12 @@ class NativeDecoder(BlockedSlotCache, ABC):
         weights: Weights,
         angles: tuple[Tensor, Tensor],
         tables: Mapping[str, Table],
+        shape: CacheShape,
         *,
         num_layers: int,
-        num_slots: int,
-        max_length: int,
     ) -> None:
         self._library = required()
-        super().__init__(
-            tables,
-            num_layers=num_layers,
-            num_slots=num_slots,
-            max_length=max_length,
-            lanes=self._library.lanes,
-        )
+        super().__init__(tables, shape, num_layers=num_layers, lanes=self._library.lanes)
         self._weights = dict(weights)
         self._angles = angles
         self._num_layers = num_layers
@@ -164,12 +158,14 @@ class NativeDecoder(BlockedSlotCache, ABC):
     ) -> structs.Rows:
         return structs.Rows(
             num=len(tokens),
-            max_length=self.padded_length,
+            slot_pages=self.shape.slot_pages,
+            page_shift=self.shape.page_tokens.bit_length() - 1,
             **structs.addresses(
                 {
                     "tokens": tokens,
                     "slots": slots,
                     "positions": positions,
+                    "pages": self.page_table,
                     "embedding": self._weights["model.embed_tokens.weight"],
                     "cos": self._angles[0],
                     "sin": self._angles[1],
@@ -251,9 +247,7 @@ class NativeLlama(NativeDecoder):
         weights: Weights,
         angles: tuple[Tensor, Tensor],
         config: LlamaConfig,
-        *,
-        num_slots: int,
-        max_length: int,
+        shape: CacheShape,
     ) -> None:
         self._config = config
         self._dim = config.head_dim or config.hidden_size // config.num_attention_heads
@@ -262,9 +256,8 @@ class NativeLlama(NativeDecoder):
             weights,
             angles,
             {"keys": Table(heads, self._dim, True), "values": Table(heads, self._dim, False)},
+            shape,
             num_layers=config.num_hidden_layers,
-            num_slots=num_slots,
-            max_length=max_length,
         )
 
     def _shape(self, is_sparse: bool) -> ctypes.Structure:
@@ -320,9 +313,7 @@ class NativeGlmMoeDsa(NativeDecoder):
         weights: Weights,
         angles: tuple[Tensor, Tensor],
         config: GlmMoeDsaConfig,
-        *,
-        num_slots: int,
-        max_length: int,
+        shape: CacheShape,
     ) -> None:
         self._config = config
         width = config.kv_lora_rank + config.qk_rope_head_dim
@@ -333,9 +324,8 @@ class NativeGlmMoeDsa(NativeDecoder):
                 "latents": Table(1, width, False),
                 "index_keys": Table(1, config.index_head_dim, True, config.indexed_layers),
             },
+            shape,
             num_layers=config.num_hidden_layers,
-            num_slots=num_slots,
-            max_length=max_length,
         )
 
     def _shape(self, is_sparse: bool) -> ctypes.Structure:

@@ -26,8 +26,8 @@ class Rows(ctypes.Structure):
     """The new tokens of one call."""
 
     _fields_: ClassVar[list[_CField]] = [
-        *_pointers("tokens slots positions"),
-        *_integers("num max_length"),
+        *_pointers("tokens slots positions pages"),
+        *_integers("num slot_pages page_shift"),
         *_pointers("embedding cos sin final_norm hidden"),
         *_integers("ends_only"),
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longarc.config.model import GlmHybridConfig, LlamaHybridConfig
 from longarc.errors import ContractError
-from longarc.models.cache import SlotCache
+from longarc.models.cache import CacheShape, PagedCache
 from longarc.models.decoder import GlmMoeDsa, GlmMoeDsaLayer
 from longarc.models.decoder_base import Attention, Decoder, LayerOutput, Pass
 from longarc.models.layers import SwiGLU
@@ -36,20 +36,13 @@ class Hybrid(Decoder):
         shapes = [mixer.memory_shape for mixer in mixers]
         return {layer: shape for layer, shape in enumerate(shapes) if shape is not None}
 
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
-        """Allocate a cache for ``num_slots`` sequences of at most ``max_length`` tokens.
-
-        Raises:
-            ContractError: the model's context is shorter.
-        """
-        self._check_length(max_length)
+    def _cache_of(self, shape: CacheShape) -> PagedCache:
         weight = self.output_weight
         return HybridCache(
             self.cache_widths(),
             self.memories(),
+            shape,
             num_layers=len(self.model.layers),
-            num_slots=num_slots,
-            max_length=max_length,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -61,7 +54,7 @@ class Hybrid(Decoder):
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
-        cache: SlotCache,
+        cache: PagedCache,
         *,
         attention: Attention = "sparse",
         ends_only: bool = False,

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longarc.errors import ContractError
-from longarc.models.cache import SlotCache
+from longarc.models.cache import CacheShape, PagedCache
 from longarc.models.plan import AttentionPlan
 
 _NOWHERE = -1
@@ -46,46 +46,39 @@ class CachedSequence:
     slot: int
 
 
-class HybridCache(SlotCache):
+class HybridCache(PagedCache):
     """Rows for the layers that attend, memories for those that do not."""
 
     def __init__(
         self,
         widths: Mapping[str, int],
         memories: Mapping[int, MemoryShape],
+        shape: CacheShape,
         *,
         num_layers: int,
-        num_slots: int,
-        max_length: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         attending = [layer for layer in range(num_layers) if layer not in memories]
-        super().__init__(
-            widths,
-            num_layers=len(attending),
-            num_slots=num_slots,
-            max_length=max_length,
-            dtype=dtype,
-            device=device,
-        )
+        super().__init__(widths, shape, num_layers=len(attending), dtype=dtype, device=device)
         self._row_layer = {layer: index for index, layer in enumerate(attending)}
+        num_slots = shape.num_slots
         self._lengths = [0] * num_slots
         # A memory adds up over the whole sequence: fp32 or better.
         dtype = torch.promote_types(dtype, torch.float32)
         self._memories = {
             layer: torch.zeros(
-                *(num_slots, shape.num_heads, shape.key_width, shape.value_width),
+                *(num_slots, memory.num_heads, memory.key_width, memory.value_width),
                 dtype=dtype,
                 device=device,
             )
-            for layer, shape in memories.items()
+            for layer, memory in memories.items()
         }
         self._before = {
             layer: torch.zeros(
-                *(num_slots, shape.num_before, shape.num_channels), dtype=dtype, device=device
+                *(num_slots, memory.num_before, memory.num_channels), dtype=dtype, device=device
             )
-            for layer, shape in memories.items()
+            for layer, memory in memories.items()
         }
 
     def table(self, name: str, layer: int) -> Float[Tensor, "rows width"]:
@@ -100,9 +93,14 @@ class HybridCache(SlotCache):
         """Return what the convolution of one layer still reads, the oldest token first; written in place."""
         return self._before[layer]
 
+    @property
+    def can_branch(self) -> bool:
+        """Whether a sequence can go on from any position of another one, or only where that one stands."""
+        return not self._memories
+
     def reusable(self, slot: int, length: int) -> int:
-        """Return how much of a slot's first ``length`` positions another sequence can continue."""
-        return length if not self._memories or self._lengths[slot] == length else 0
+        """Return how much of a slot's first ``length`` positions can be continued: all of it, or nothing."""
+        return length if self.can_branch or self._lengths[slot] == length else 0
 
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to another.
@@ -147,14 +145,11 @@ class HybridCache(SlotCache):
 
     def sequences(self, plan: AttentionPlan) -> list[CachedSequence]:
         """Return the new tokens of a pass by slot."""
-        found = []
-        for run in plan.runs:
-            first_row = int(run.key_row_list()[0])
-            found.append(
-                CachedSequence(run.first_query, run.num_queries, first_row // self.max_length)
-            )
+        found = [
+            CachedSequence(run.first_query, run.num_queries, slot)
+            for run, slot in zip(plan.runs, plan.slots, strict=True)
+        ]
         if plan.singles is not None:
-            slots = plan.singles.first_rows // self.max_length
-            for query, slot in zip(plan.singles.query_list(), slots.tolist(), strict=True):
-                found.append(CachedSequence(query, 1, slot))
+            singles = zip(plan.singles.query_list(), plan.singles.slots, strict=True)
+            found.extend(CachedSequence(query, 1, slot) for query, slot in singles)
         return found

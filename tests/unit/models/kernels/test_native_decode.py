@@ -5,7 +5,7 @@ import torch
 
 from longarc.errors import ContractError
 from longarc.models.build import build_model
-from longarc.models.cache import SlotCache
+from longarc.models.cache import PagedCache
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native
 from longarc.models.projection import project_logits, token_logprobs
@@ -67,7 +67,7 @@ def test_the_native_cache_computes_what_the_eager_one_does(model, attention, mon
     found = run(model, ours, make_ids(), attention=attention)
     monkeypatch.setenv("LONGARC_NATIVE", "0")
     eager = model.new_cache(3, 64)
-    assert type(eager) is SlotCache
+    assert type(eager) is PagedCache
     torch.testing.assert_close(
         found, run(model, eager, make_ids(), attention=attention), atol=1e-5, rtol=1e-5
     )
@@ -146,7 +146,7 @@ def test_prompts_that_threads_share_give_the_same_numbers(model, threads, ends_o
 
 def test_other_dtypes_take_the_eager_path():
     model = build_model(small_glm(), seed=3, dtype=torch.float64)
-    assert type(model.new_cache(1, 16)) is SlotCache
+    assert type(model.new_cache(1, 16)) is PagedCache
 
 
 @pytest.mark.parametrize("token", [-1, 64])

@@ -215,12 +215,12 @@ def test_another_models_cache_is_refused(decoder, make_ids):
 
 
 def test_layers_with_a_memory_take_no_rows(base):
-    cache = hybrid(base, "GDFS").new_cache(2, 16)
+    cache = hybrid(base, "GDFS").new_cache(2, 64)
     assert isinstance(cache, HybridCache)
     name = next(iter(hybrid(base, "FF").cache_widths()))
     with pytest.raises(KeyError):
         cache.table(name, 0)
-    assert cache.table(name, 3).shape[0] == 32
+    assert cache.table(name, 3).shape[0] == 2 * 64
 
 
 @pytest.mark.parametrize("layers", ["FFFF", "SFSF", "SSSS"])

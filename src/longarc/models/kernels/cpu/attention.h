@@ -12,13 +12,26 @@ namespace longarc {
 
 constexpr int GROUP = 4;  // query heads that share one pass over the keys
 
+// Where consecutive keys lie: so many in each page, and the pages anywhere in a table.
+struct Pages {
+    const int64_t* numbers;
+    int64_t keys;
+};
+
+constexpr int64_t FIRST_PAGE = 0;
+
+// All keys in one page, which is the table.
+inline Pages one_page(int64_t num_keys) { return {&FIRST_PAGE, num_keys}; }
+
 struct Keys {
-    const float* blocked;   // [num / LANES][dim][LANES]
+    const float* blocked;   // page 0, [keys / LANES][dim][LANES]
     int64_t dim;
-    const float* values;    // row-major; may be the leading columns of the keys
+    const float* values;    // page 0, row-major; may be the leading columns of the keys
     int64_t value_stride;
     int64_t value_dim;
     int64_t num;            // visible keys
+    Pages pages;
+    int64_t blocked_page, values_page;  // numbers from one page to the next
 };
 
 struct SoftmaxStats {
@@ -81,23 +94,34 @@ inline SoftmaxStats exponentials(float* scores, int64_t num_keys) {
     return {most, 1.0f / sum_lanes(total)};
 }
 
+// Rows of values in pages; `stride` from row to row, `page` from page to page.
+struct Values {
+    const float* first;
+    int64_t stride;
+    Pages pages;
+    int64_t page;
+};
+
 template <int HEADS, int VECS>
 inline void weighted_values(const float* weights, int64_t weights_stride, const SoftmaxStats* stats,
-                            const float* values, int64_t value_stride, int64_t num_keys, float* out,
-                            int64_t out_stride, int count) {
+                            const Values& values, int64_t num_keys, float* out, int64_t out_stride, int count) {
     Vec sums[HEADS][VECS];
     for (int h = 0; h < HEADS; h++)
         for (int v = 0; v < VECS; v++) sums[h][v] = Vec{};
-    for (int64_t j = 0; j < num_keys; j++) {
-        Vec value[VECS];
+    const int64_t* number = values.pages.numbers;
+    for (int64_t first = 0; first < num_keys; first += values.pages.keys) {
+        const float* row = values.first + *number++ * values.page;
+        const int64_t end = std::min(num_keys, first + values.pages.keys);
+        for (int64_t j = first; j < end; j++, row += values.stride) {
+            Vec value[VECS];
 #pragma GCC unroll 2
-        for (int v = 0; v < VECS; v++)
-            value[v] = VECS == 1 ? load_upto(values + j * value_stride, count) : load(values + j * value_stride + v * LANES);
+            for (int v = 0; v < VECS; v++) value[v] = VECS == 1 ? load_upto(row, count) : load(row + v * LANES);
 #pragma GCC unroll 4
-        for (int h = 0; h < HEADS; h++) {
-            const Vec weight = splat(weights[h * weights_stride + j]);
+            for (int h = 0; h < HEADS; h++) {
+                const Vec weight = splat(weights[h * weights_stride + j]);
 #pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) sums[h][v] = multiply_add(weight, value[v], sums[h][v]);
+                for (int v = 0; v < VECS; v++) sums[h][v] = multiply_add(weight, value[v], sums[h][v]);
+            }
         }
     }
     for (int h = 0; h < HEADS; h++)
@@ -115,15 +139,20 @@ template <int HEADS>
 LONGARC_ONE_COPY void attend_heads(const float* q, int64_t q_stride, const Keys& keys, float* out,
                                    int64_t out_stride, SoftmaxStats* stats, float* scratch) {
     const int64_t stride = scores_stride(keys.num);
-    scores_of<HEADS>(q, q_stride, keys.blocked, keys.dim * LANES, keys.dim, keys.num, scratch, stride);
+    const int64_t* number = keys.pages.numbers;
+    for (int64_t first = 0; first < keys.num; first += keys.pages.keys)
+        scores_of<HEADS>(q, q_stride, keys.blocked + *number++ * keys.blocked_page, keys.dim * LANES, keys.dim,
+                         std::min(keys.pages.keys, keys.num - first), scratch + first, stride);
     for (int h = 0; h < HEADS; h++) stats[h] = exponentials(scratch + h * stride, keys.num);
+    auto values_from = [&](int64_t d) {
+        return Values{keys.values + d, keys.value_stride, keys.pages, keys.values_page};
+    };
     int64_t d = 0;
     for (; d + 2 * LANES <= keys.value_dim; d += 2 * LANES)
-        weighted_values<HEADS, 2>(scratch, stride, stats, keys.values + d, keys.value_stride, keys.num, out + d,
-                                  out_stride, LANES);
+        weighted_values<HEADS, 2>(scratch, stride, stats, values_from(d), keys.num, out + d, out_stride, LANES);
     for (; d < keys.value_dim; d += LANES)
-        weighted_values<HEADS, 1>(scratch, stride, stats, keys.values + d, keys.value_stride, keys.num, out + d,
-                                  out_stride, int(keys.value_dim - d < LANES ? keys.value_dim - d : LANES));
+        weighted_values<HEADS, 1>(scratch, stride, stats, values_from(d), keys.num, out + d, out_stride,
+                                  int(keys.value_dim - d < LANES ? keys.value_dim - d : LANES));
 }
 
 struct AttendScratch {

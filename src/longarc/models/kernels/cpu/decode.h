@@ -17,15 +17,25 @@ namespace longarc {
 
 constexpr int64_t CHUNK_ROWS = 64;
 
-// The new tokens. Tables of the cache have one stretch of `max_length` positions per slot.
+// The new tokens. Position p of a slot's sequence lies in page pages[slot][p >> page_shift] of every table.
 struct Rows {
     const int64_t *tokens, *slots, *positions;
-    int64_t num, max_length;
+    const int64_t* pages;  // [slot][slot_pages]
+    int64_t num, slot_pages, page_shift;
     const float *embedding, *cos, *sin;  // angles of all positions, [position][width / 2]
     const float* final_norm;
     float* hidden;  // out, [row][hidden]
     int64_t ends_only;  // hidden is wanted of the last row of each sequence alone; the other rows are left as they are
 };
+
+inline int64_t page_keys(const Rows& rows) { return int64_t(1) << rows.page_shift; }
+
+// The pages of a row's sequence, its own page, and its place there.
+inline const int64_t* pages_of(const Rows& rows, int64_t row) { return rows.pages + rows.slots[row] * rows.slot_pages; }
+inline int64_t page_of(const Rows& rows, int64_t row) {
+    return pages_of(rows, row)[rows.positions[row] >> rows.page_shift];
+}
+inline int64_t place_in_page(const Rows& rows, int64_t row) { return rows.positions[row] & (page_keys(rows) - 1); }
 
 // Whether a row is the last of its sequence in this call.
 inline bool is_end(const Rows& rows, int64_t row) {
@@ -46,7 +56,7 @@ struct LlamaLayer {
     const float *input_norm, *qkv, *output, *post_norm;
     const float *qkv_bias, *output_bias, *q_norm, *k_norm;  // null where the model has none
     FeedForward feed_forward;
-    float *keys, *values;  // [slot][head][position blocks][dim][LANES] and [slot][head][position][dim]
+    float *keys, *values;  // [page][head][position blocks][dim][LANES] and [page][head][position][dim]
 };
 
 struct LlamaShape {
@@ -66,7 +76,7 @@ struct MlaLayer {
     const float *index_norm_weight, *index_norm_bias;
     const float *post_norm;
     FeedForward feed_forward;
-    float *latents, *index_keys;  // [slot][position][dim] and [slot][position blocks][dim][LANES]
+    float *latents, *index_keys;  // [page][position][dim] and [page][position blocks][dim][LANES]
 };
 
 struct MlaShape {
@@ -128,11 +138,18 @@ inline void feed_forward_rows(const FeedForward& ff, int64_t hidden, int64_t num
     for (int64_t i = 0; i < num * hidden; i++) x[i] += mixed[i];
 }
 
+inline void prefetch(const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
+
 // Decoding reads every key and value once and from far away: the next ones are fetched during this one's work.
 inline void prefetch(const Keys& keys) {
-    const int64_t count = round_up(keys.num, LANES) * keys.dim;
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(keys.blocked + i, 0, 2);
-    for (int64_t i = 0; i < keys.num * keys.value_stride; i += 16) __builtin_prefetch(keys.values + i, 0, 2);
+    const int64_t* number = keys.pages.numbers;
+    for (int64_t first = 0; first < keys.num; first += keys.pages.keys, number++) {
+        const int64_t num = std::min(keys.pages.keys, keys.num - first);
+        prefetch(keys.blocked + *number * keys.blocked_page, round_up(num, LANES) * keys.dim);
+        prefetch(keys.values + *number * keys.values_page, num * keys.value_stride);
+    }
 }
 
 // Each row plus `bias`, in the order of the sums that training makes: first the whole product, then the bias.
@@ -160,10 +177,11 @@ struct LlamaAttention {
             }
             for (int64_t h = 0; h < shape.num_heads + shape.num_key_heads; h++)
                 rotate_row(row + h * dim, rows.cos + position * half, rows.sin + position * half, dim, false, 1.0f);
+            const int64_t page = page_of(rows, first + r), place = place_in_page(rows, first + r);
             for (int64_t g = 0; g < shape.num_key_heads; g++) {
-                const int64_t table = (rows.slots[first + r] * shape.num_key_heads + g) * rows.max_length * dim;
-                write_blocked(layer.keys + table, position, row + queries + g * dim, dim);
-                std::memcpy(layer.values + table + position * dim, row + queries + keys + g * dim, sizeof(float) * dim);
+                const int64_t table = (page * shape.num_key_heads + g) * page_keys(rows) * dim;
+                write_blocked(layer.keys + table, place, row + queries + g * dim, dim);
+                std::memcpy(layer.values + table + place * dim, row + queries + keys + g * dim, sizeof(float) * dim);
             }
         }
     }
@@ -174,11 +192,13 @@ struct LlamaAttention {
         const int64_t width = queries + 2 * shape.num_key_heads * dim, group = shape.num_heads / shape.num_key_heads;
         const float* projected = s.projected.floats(0) + begin * width;
         float* attended = s.attended.floats(num * queries);
+        const int64_t head_size = page_keys(rows) * dim, page_size = shape.num_key_heads * head_size;
         auto keys_of = [&](int64_t pair) {
             const int64_t row = first + begin + pair / shape.num_key_heads;
-            const int64_t table =
-                (rows.slots[row] * shape.num_key_heads + pair % shape.num_key_heads) * rows.max_length * dim;
-            return Keys{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[row] + 1};
+            const int64_t table = pair % shape.num_key_heads * head_size;
+            const Pages pages{pages_of(rows, row), page_keys(rows)};
+            return Keys{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[row] + 1, pages,
+                        page_size, page_size};
         };
         for (int64_t r = 0; r < num; r++)
             for (int64_t g = 0; g < shape.num_key_heads; g++) {
@@ -219,11 +239,12 @@ inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& r
     float* q_latent = s.q_latent.floats(num * shape.q_rank);
     gemm(num, width.inputs, shape.hidden, s.normed.floats(0), shape.hidden, layer.input, input, width.inputs);
     for (int64_t r = 0; r < num; r++) {
-        const int64_t position = rows.positions[first + r], slot = rows.slots[first + r], half = shape.rope / 2;
+        const int64_t position = rows.positions[first + r], half = shape.rope / 2;
+        const int64_t page = page_of(rows, first + r), place = place_in_page(rows, first + r);
         const float *cos = rows.cos + position * half, *sin = rows.sin + position * half;
         float* row = input + r * width.inputs;
         rms_norm_row(row, layer.q_norm, q_latent + r * shape.q_rank, shape.q_rank, shape.latent_eps);
-        float* latent = layer.latents + (slot * rows.max_length + position) * width.dim;
+        float* latent = layer.latents + (page * page_keys(rows) + place) * width.dim;
         rms_norm_row(row + shape.q_rank, layer.kv_norm, latent, shape.latent, shape.latent_eps);
         std::memcpy(latent + shape.latent, row + shape.q_rank + shape.latent, sizeof(float) * shape.rope);
         rotate_row(latent + shape.latent, cos, sin, shape.rope, true, 1.0f);
@@ -231,7 +252,7 @@ inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& r
         float* key = row + shape.q_rank + width.dim;
         layer_norm_row(key, layer.index_norm_weight, layer.index_norm_bias, key, shape.index_dim, shape.index_eps);
         rotate_row(key, cos, sin, shape.rope, true, 1.0f);
-        write_blocked(layer.index_keys + slot * rows.max_length * shape.index_dim, position, key, shape.index_dim);
+        write_blocked(layer.index_keys + page * page_keys(rows) * shape.index_dim, place, key, shape.index_dim);
         float* weights = key + shape.index_dim;
         for (int64_t h = 0; h < shape.index_heads; h++) weights[h] *= shape.index_scale;
     }
@@ -269,19 +290,30 @@ inline void mla_project_queries(const MlaShape& shape, const MlaLayer& layer, co
 inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
                     const float* index_query, const float* index_weights, int32_t* selected, SeenKeys& seen,
                     Floats& scores) {
-    const int64_t dim = shape.latent + shape.rope, start = rows.slots[row] * rows.max_length;
-    const int64_t num_keys = rows.positions[row] + 1;
+    const int64_t dim = shape.latent + shape.rope, num_keys = rows.positions[row] + 1, size = page_keys(rows);
+    const int64_t* pages = pages_of(rows, row);
     const bool selects = shape.is_sparse && num_keys > shape.index_topk;
     seen.num = selects ? shape.index_topk : num_keys;
     if (int64_t(seen.latents.size()) < seen.num + LANES) seen.latents.resize(seen.num + LANES);
     if (selects && layer.index_keys) {
         if (int64_t(scores.size()) < num_keys + LANES) scores.resize(num_keys + LANES);
-        index_scores(index_query, index_weights, shape.index_heads, shape.index_dim,
-                     layer.index_keys + start * shape.index_dim, num_keys, scores.data());
+        auto index_keys = [&](int64_t at) {
+            return layer.index_keys + pages[at >> rows.page_shift] * size * shape.index_dim;
+        };
+        for (int64_t at = 0; at < num_keys; at += size) {
+            // The processor looks ahead by itself within a page, but not to the next one.
+            if (at + size < num_keys) prefetch(index_keys(at + size), std::min(size, num_keys - at - size) * shape.index_dim);
+            index_scores(index_query, index_weights, shape.index_heads, shape.index_dim, index_keys(at),
+                         std::min(size, num_keys - at), scores.data() + at);
+        }
         if (!choose_best(scores.data(), num_keys, seen.num, selected)) selected[0] = -1;
     }
     if (selects && selected[0] < 0) seen.num = 0;
-    for (int64_t j = 0; j < seen.num; j++) seen.latents[j] = layer.latents + (start + (selects ? selected[j] : j)) * dim;
+    for (int64_t j = 0; j < seen.num; j++) {
+        const int64_t position = selects ? selected[j] : j;
+        const int64_t page = pages[position >> rows.page_shift], place = position & (size - 1);
+        seen.latents[j] = layer.latents + (page * size + place) * dim;
+    }
 }
 
 struct MlaAttention {
@@ -298,7 +330,7 @@ struct MlaAttention {
         const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
         const float* query = s.query.floats(0);
         float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
-        const int64_t room = std::min(shape.index_topk, rows.max_length) + LANES;
+        const int64_t room = std::min(shape.index_topk, rows.slot_pages * page_keys(rows)) + LANES;
         if (int64_t(s.selected.size()) < CHUNK_ROWS * room) s.selected.resize(CHUNK_ROWS * room);
         auto see = [&](int64_t r) {
             mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,

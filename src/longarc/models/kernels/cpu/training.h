@@ -88,7 +88,8 @@ struct GatheredHead {
     }
 
     Keys first(const AttentionShape& shape, int64_t num) const {
-        return {keys.blocked.data(), shape.dim, values.rows.data(), values.stride, shape.value_dim, num};
+        return {keys.blocked.data(), shape.dim, values.rows.data(), values.stride, shape.value_dim, num,
+                one_page(num), 0, 0};
     }
 };
 
@@ -217,13 +218,12 @@ inline void heads_backward(const AttentionShape& shape, const GatheredHead& gath
         scale[h] = {0.0f, shape.scale};
     }
     float* dq = s.d_query.data();
+    auto keys_from = [&](int64_t d) { return Values{keys.rows.data() + d, keys.stride, one_page(num), 0}; };
     int64_t d = 0;
     for (; d + 2 * LANES <= keys.stride; d += 2 * LANES)
-        weighted_values<HEADS, 2>(d_scores, stride, scale, keys.rows.data() + d, keys.stride, num, dq + d, keys.stride,
-                                  LANES);
+        weighted_values<HEADS, 2>(d_scores, stride, scale, keys_from(d), num, dq + d, keys.stride, LANES);
     for (; d < keys.stride; d += LANES)
-        weighted_values<HEADS, 1>(d_scores, stride, scale, keys.rows.data() + d, keys.stride, num, dq + d, keys.stride,
-                                  LANES);
+        weighted_values<HEADS, 1>(d_scores, stride, scale, keys_from(d), num, dq + d, keys.stride, LANES);
     for (int h = 0; h < HEADS; h++)
         std::memcpy(d_query + h * shape.dim, dq + h * keys.stride, sizeof(float) * shape.dim);
     add_outer<HEADS>(d_scores, stride, s.q.data(), keys.stride, num, d_keys);
