@@ -171,6 +171,20 @@ class PagePool:
         self._page_of.setdefault(key, page)
         return key
 
+    def can_go_on(self, page: int, tokens: Ids) -> bool:
+        """Whether nobody uses a page and a sequence with these tokens in it loses nothing that the page holds."""
+        held = self._tokens[page, : self._num_held[page]]
+        return page in self._cached and np.array_equal(held, tokens[: len(held)])
+
+    def cut(self, page: int, count: int) -> None:
+        """Keep the first ``count`` tokens of a page, which its one user is going to fill again."""
+        parent = self._parent[page]
+        if parent is not None and self._num_held[page] == self.page_tokens:
+            key = _key(parent, self._tokens[page])
+            if self._page_of.get(key) == page:
+                del self._page_of[key]
+        self._num_held[page] = count
+
     def held(self, pages: Sequence[int], length: int) -> Ids:
         """Return the first ``length`` tokens that these pages of one sequence hold."""
         tokens: Ids = self._tokens[list(pages)].reshape(-1)[:length]

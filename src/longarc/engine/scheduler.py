@@ -114,8 +114,8 @@ class Scheduler:
         prefix = self.seats.find(tokens)
         if self.seats.can_branch and self._is_being_computed(tokens, prefix.length):
             return _Admission.WAITS_FOR_PREFILL
-        # Each running sequence may soon need a page; whoever took the last one would be preempted at once.
-        seat = self.seats.take(tokens, prefix, num_spare=self.num_active)
+        # Others may soon need a page; whoever took the last one would be preempted at once.
+        seat = self.seats.take(tokens, prefix, num_spare=self._num_growing())
         if seat is None:
             return _Admission.NO_ROOM
         request.seat, request.known = seat, tokens
@@ -129,6 +129,13 @@ class Scheduler:
             self.num_cached_tokens += seat.length
         self.prefilling.append(request)
         return _Admission.ADMITTED
+
+    def _num_growing(self) -> int:
+        """Count the sequences that have fewer pages than they need at their greatest length."""
+        return sum(
+            self.seats.num_lacking(r.used_seat(), len(r.prompt) + r.sampling.max_new_tokens) > 0
+            for r in (*self.prefilling, *self.running)
+        )
 
     def _is_being_computed(self, tokens: Ids, num_cached: int) -> bool:
         """Whether enough of what is not in the cache is part of a prefill that goes on."""

@@ -1,7 +1,7 @@
 """Seats for running sequences: a place in the batch, the pages of its rows, and what of them is in the cache already.
 
 A request that begins like an earlier one shares that one's full pages; of the page in which they part, it copies the
-common rows. Where layers keep a memory of all tokens instead of rows, nothing can be shared: a sequence that ended
+common rows, or goes on there if nobody uses it and nothing in it would be lost. Where layers keep a memory of all tokens instead of rows, nothing can be shared: a sequence that ended
 keeps its seat and its pages as long as nobody needs them, and only what begins with all of it can go on there.
 """
 
@@ -82,32 +82,44 @@ class SeatTable:
         """
         standing = None if self._can_branch else self._standing_in(tokens[:-1])
         num_kept = 0 if standing is None else len(standing.pages)
-        num_new = self._num_pages(len(tokens) + 1) - len(prefix.pages) - num_kept
+        reopened, source = self._partial(tokens, prefix)
+        shared = [*prefix.pages, *reopened]
+        num_new = self._num_pages(len(tokens) + 1) - len(shared) - num_kept
         num_wanted = num_new + num_kept + num_spare
         # Held first, or they could be taken for what is new.
-        source = [] if prefix.partial_page == NO_PAGE else [prefix.partial_page]
-        self.pages.hold([*prefix.pages, *source])
+        self.pages.hold([*shared, *source])
         if source and self.num_available < num_wanted:
             # The page to copy from may be the last one there is.
             self.pages.drop(source)
             source = []
         if not self._idle or self.num_available < num_wanted:
-            self.pages.drop([*prefix.pages, *source])
+            self.pages.drop([*shared, *source])
             return None
         seat = standing or self._least_missed()
         self._taken[seat.index] = self._idle.pop(seat.index)
         if standing is None:
             self._empty(seat)
-            seat.pages, seat.key = list(prefix.pages), prefix.key
+            seat.pages, seat.key = list(shared), prefix.key
             seat.length = len(prefix.pages) * self.pages.page_tokens
         self._add_pages(seat, num_new)
         self._cache.give_pages(seat.index, seat.pages)
+        num_common = prefix.length - seat.length
+        if reopened:
+            self.pages.cut(reopened[0], num_common)
+            seat.length = prefix.length
         if source:
-            count = prefix.length - seat.length
-            self._cache.copy_rows(source[0], seat.pages[len(prefix.pages)], count)
+            self._cache.copy_rows(source[0], seat.pages[len(shared)], num_common)
             self.write(seat, tokens[seat.length : prefix.length])
             self.pages.drop(source)
         return seat
+
+    def _partial(self, tokens: Ids, prefix: Prefix) -> tuple[list[int], list[int]]:
+        """Return the page in which a sequence goes on, or else the page whose beginning it copies."""
+        page = prefix.partial_page
+        if page == NO_PAGE:
+            return [], []
+        inside = tokens[len(prefix.pages) * self.pages.page_tokens :]
+        return ([page], []) if self.pages.can_go_on(page, inside) else ([], [page])
 
     def num_lacking(self, seat: Seat, length: int) -> int:
         """Return how many more pages a sequence of ``length`` tokens needs."""

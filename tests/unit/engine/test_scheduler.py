@@ -96,6 +96,15 @@ def test_nobody_overtakes_a_request_that_waits_for_pages():
     assert list(planned.scheduler.waiting) == [big, small]
 
 
+def test_pages_are_spared_for_those_that_may_need_more_and_for_no_others():
+    for max_new, num_admitted in ((7, 3), (40, 2)):
+        planned = Planned(num_pages=6)
+        for name in "abc":
+            planned.add(name, 25, max_new=max_new)
+        planned.scheduler.admit()
+        assert len(planned.scheduler.prefilling) == num_admitted
+
+
 def test_a_long_prompt_is_computed_in_chunks_within_the_budget():
     planned = Planned()
     planned.add("a", 50)
@@ -183,9 +192,38 @@ def test_the_page_to_copy_from_is_given_up_where_it_is_the_last_one():
     planned.prefill()
     planned.scheduler.finish(planned.scheduler.running[0], is_sound=True)
     request = planned.add("b", 20, first=0)
+    request.prompt[5:] += 100
     planned.scheduler.admit()
     assert planned.scheduler.prefilling == [request]
     assert request.num_cached == 0
+
+
+def test_the_next_turn_goes_on_in_the_last_page_and_copies_nothing():
+    planned = Planned(num_pages=2)
+    first = planned.add("a", 10, first=0)
+    planned.scheduler.admit()
+    planned.prefill()
+    pages = list(first.seat.pages)
+    planned.scheduler.finish(first, is_sound=True)
+    request = planned.add("a", 20, first=0)
+    planned.scheduler.admit()
+    assert request.num_cached == 10
+    assert request.seat.pages == [*pages, 1 - pages[0]]
+
+
+def test_the_same_prompt_again_takes_the_page_that_it_fills():
+    """All but the last token is in the cache; that one is computed into the same page, which is full again then."""
+    planned = Planned(num_pages=3)
+    for name in "ab":
+        request = planned.add(name, 16, first=0)
+        planned.scheduler.admit()
+        assert request.num_cached == (0 if name == "a" else 15)
+        planned.prefill()
+        first_page = request.seat.pages[0]
+        planned.scheduler.finish(request, is_sound=True)
+    pages = planned.scheduler.seats.pages
+    assert (pages.num_cached, pages.num_free) == (1, 2)
+    assert pages.find(np.arange(16)).pages == (first_page,)
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
