@@ -7,6 +7,7 @@ STAMP_TRAIN := $(VENV)/.stamp-train
 STAMP_DEV := $(VENV)/.stamp-dev
 STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
+STAMP_VLLM := .venv-vllm/.stamp
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 RUN_DIR ?= runs/quickstart
@@ -14,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention kill-test peers integration clean
+.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +64,11 @@ $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 
 peers: $(STAMP_PEERS) ## make .venv-peers with what LongArc is measured against
 
+$(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
+	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
+
+vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
+
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
 	@status=0; for name in engine exact sandbox model grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
@@ -92,10 +98,13 @@ bench-async: $(STAMP_DEV) ## asynchronous against synchronous RL, from the run i
 bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/drafts.py --run $(RUN_DIR) $(BENCH)
 
+bench-router: $(STAMP_DEV) ## where sessions go at 64 engines, beside round robin and least-loaded
+	@$(BIN)/python benchmarks/router.py $(BENCH)
+
 kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
 	@$(BIN)/python benchmarks/kill_test.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) ## the tests that need the peers
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) models/smollm2-135m/config.json ## the tests that need the peers, and a real vLLM
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

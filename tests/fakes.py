@@ -1,13 +1,14 @@
 """Fakes that several test folders share. They satisfy ports; they patch nothing."""
 
 import asyncio
+import hashlib
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from longarc.errors import EngineError, LongArcError
+from longarc.errors import ContractError, EngineError, EngineLostError, LongArcError
 from longarc.records.message import Message, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, ExecResult, SandboxSpec
 from longarc.records.sampling import (
@@ -104,6 +105,118 @@ class FakeEngine:
             num_prompt_tokens=sum(len(r.prompt_ids) for r in self.requests),
             num_cached_tokens=0,
         )
+
+
+def fake_token(seed: int | None, position: int) -> int:
+    """The token that every FakeWorkerEngine samples at a position of a seed's stream."""
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "big")
+
+
+@dataclass
+class FakeWorkerEngine:
+    """An engine that can be killed, hung or started anew; takes ``token_s`` of the loop's time per token.
+
+    It checks that a completion begun elsewhere comes with the tokens of its positions.
+    """
+
+    token_s: float = 0.01
+    policy_version: int = 0
+    instance_id: str = "first"
+    is_ready: bool = True
+    refuses: LongArcError | None = None
+    """Raised by every update."""
+    loses: bool = False
+    """Every request is lost at once, though the engine says that it is well."""
+    sessions: list[str] = field(default_factory=list)
+    """Session of each request, in order."""
+    updates: list[tuple[str, int]] = field(default_factory=list)
+    num_open: int = 0
+    num_sampled: int = 0
+
+    def __post_init__(self) -> None:
+        self._died = asyncio.Event()
+        self._hung = asyncio.Event()
+        self._hung.set()
+
+    def die(self) -> None:
+        """End all requests, and refuse whatever comes."""
+        self._died.set()
+
+    def start_anew(self, *, policy_version: int = 0) -> None:
+        """Live again with other weights."""
+        self.instance_id += "+"
+        self.policy_version, self.num_sampled = policy_version, 0
+        self._died = asyncio.Event()
+
+    def hang(self, *, on: bool = True) -> None:
+        """Answer nothing any more, without a word."""
+        if on:
+            self._hung.clear()
+        else:
+            self._hung.set()
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str
+    ) -> AsyncIterator[SampledTokens]:
+        self.sessions.append(session_id)
+        first = sampling.num_sampled_before
+        begun = tuple(fake_token(sampling.seed, i) for i in range(first))
+        if tuple(prompt_ids)[len(prompt_ids) - first :] != begun:
+            raise ContractError("the prompt does not end with the tokens that were sampled before")
+        self.num_open += 1
+        try:
+            left = sampling.max_new_tokens
+            while left:
+                count = min(left, sampling.stream_interval_tokens or left)
+                await self._alive(after_s=count * self.token_s)
+                start = first + sampling.max_new_tokens - left
+                ids = tuple(fake_token(sampling.seed, start + i) for i in range(count))
+                left -= count
+                self.num_sampled += count
+                yield SampledTokens(
+                    token_ids=ids,
+                    logprobs=tuple(-i / 7 for i in ids),
+                    policy_version=self.policy_version,
+                    finish_reason=None if left else "length",
+                    num_cached_tokens=len(prompt_ids) - 1,
+                )
+        finally:
+            self.num_open -= 1
+
+    async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        await self._alive()
+        return [0.0] + [-1.0 / temperature] * (len(token_ids) - 1)
+
+    async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
+        await self._alive(after_s=self.token_s)
+        if self.refuses is not None:
+            raise self.refuses
+        self.updates.append((source.path, policy_version))
+        self.policy_version = policy_version
+
+    async def health(self) -> EngineHealth:
+        await self._alive()
+        return EngineHealth(
+            is_ready=self.is_ready,
+            policy_version=self.policy_version,
+            num_running=self.num_open,
+            num_waiting=0,
+            num_sampled_tokens=self.num_sampled,
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            instance_id=self.instance_id,
+        )
+
+    async def _alive(self, *, after_s: float = 0.0) -> None:
+        died = self._died
+        try:
+            async with asyncio.timeout(after_s):
+                await died.wait()
+        except TimeoutError:
+            await self._hung.wait()
+        if died.is_set() or (self.loses and after_s):
+            raise EngineLostError("the fake engine is dead")
 
 
 @dataclass

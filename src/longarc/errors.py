@@ -7,10 +7,15 @@
      +-- ContractError      an invariant between two parts is broken: a bug, or corrupted data; stops the run
      |    +-- CheckpointError   a checkpoint is missing, truncated or made for something else
      |    +-- LedgerError       the ledger is damaged, locked or from a newer version
+     |    +-- WeightMismatchError  an engine does not compute with the weights it was given
      +-- ResourceError      the machine lacks something: disk, memory, a tool, a permission
      |    +-- SandboxError      a sandbox could not be started or was lost
      +-- EngineError        the engine cannot answer: it is stopped, overloaded or produced no number
-     |    +-- EngineFaultError  the engine computed something that is not a number
+     |    +-- EngineFaultError    the engine computed something that is not a number
+     |    +-- EngineRequestError  no engine with this model can answer the request: fix the request
+     |    +-- EngineBusyError     too many requests wait already: send it later, or to another engine
+     |    +-- EngineLostError     the engine stopped, drains or cannot be reached: another one can go on
+     |    +-- WeightsRefusedError the announced weights cannot be loaded: the old ones stay
      +-- StalledError       nothing moves any more; the message names what everybody waits for
      +-- RolloutError       one rollout failed through its environment; becomes an Outcome, never stops a run
 
@@ -41,6 +46,10 @@ class LedgerError(ContractError):
     """The trajectory ledger cannot be used as it is."""
 
 
+class WeightMismatchError(ContractError):
+    """An engine's log-probabilities are not those of the weights it was given: what it samples cannot be trained."""
+
+
 class ResourceError(LongArcError):
     """The machine lacks something that the work needs."""
 
@@ -55,6 +64,22 @@ class EngineError(LongArcError):
 
 class EngineFaultError(EngineError):
     """The engine computed logits that are not finite: its answer means nothing."""
+
+
+class EngineRequestError(EngineError):
+    """The request itself is wrong: too long, unknown ids, malformed; no engine will answer it."""
+
+
+class EngineBusyError(EngineError):
+    """The engine's queue is full; the same request may be answered later or elsewhere."""
+
+
+class EngineLostError(EngineError):
+    """The engine stopped, drains or cannot be reached; another engine can go on with the request."""
+
+
+class WeightsRefusedError(EngineError):
+    """Weights were announced that do not match their digest or the model; those in use stay."""
 
 
 class StalledError(LongArcError):

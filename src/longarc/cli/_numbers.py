@@ -33,3 +33,11 @@ def port(text: str) -> int:
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{number} is not a port; 0 to 65535 are")
     return number
+
+
+def seconds(text: str) -> float:
+    """Read a finite time of at least 0."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{number} is not a time; 0 and more seconds are")
+    return number

@@ -2,20 +2,31 @@
 
 Point any OpenAI client at the printed address. Ctrl-C stops the server and folds the sessions into the
 run's ledger, where ``longarc runs show RUN SESSION`` prints their tokens.
+
+With --engine-only ids go in and ids come out, for the stages of a run whose recipe names the server in
+engine.servers. RUN may be a Hugging Face directory then. The first Ctrl-C (or SIGTERM) lets running
+requests end, a second one ends them.
 """
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longarc.cli._exit import ExitCode
-from longarc.cli._numbers import port, positive_int, temperature
+from longarc.cli._numbers import port, positive_int, seconds, temperature
 from longarc.cli._recipe import recipe_of_run
 
-SUMMARY = "chat with what was trained"
+if TYPE_CHECKING:
+    from longarc.pipeline.serve_engine import EngineServerSettings
+
+SUMMARY = "chat with what was trained, or sample from it"
+
+_CHAT_ONLY = ("temperature", "max_new_tokens", "thinking")
+_ENGINE_ONLY = ("ranks", "attention", "drain_s")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the command's arguments. What belongs to one kind of server alone is None unless it is given."""
     parser.add_argument(
         "run_dir", type=Path, nargs="?", default=Path("runs/quickstart"), metavar="RUN"
     )
@@ -26,29 +37,63 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port, default=8000, help="port; 0 takes a free one")
     parser.add_argument(
         "--api-key",
-        help="the key clients must send; LONGARC_API_KEY by default, else one is made and printed",
-    )
-    parser.add_argument(
-        "--temperature", type=temperature, default=1.0, help="unless a request says otherwise"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=positive_int, default=256, metavar="N", help="of one answer"
+        help="the key clients must send; by default LONGARC_API_KEY, with --engine-only "
+        "LONGARC_ENGINE_KEY, else one is made and printed",
     )
     parser.add_argument(
         "--max-context-tokens",
         type=positive_int,
-        default=4096,
         metavar="N",
-        help="of a whole session",
+        help="of a whole session, or of prompt and completion; 4096 or what the model can",
     )
-    parser.add_argument("--thinking", action="store_true", help="let answers begin with thinking")
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--temperature", type=temperature, help="unless a request says otherwise; 1")
+    chat.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="of one answer; 256")
+    chat.add_argument(
+        "--thinking", action="store_true", default=None, help="let answers begin with thinking"
+    )
+    engine = parser.add_argument_group("engine server")
+    engine.add_argument("--engine-only", action="store_true", help="serve ids, not chat")
+    engine.add_argument(
+        "--ranks",
+        type=positive_int,
+        metavar="N",
+        help="engines side by side, which share the cores; 1",
+    )
+    engine.add_argument(
+        "--attention",
+        choices=("dense", "sparse"),
+        help="how a Hugging Face model attends; a run's checkpoint knows",
+    )
+    engine.add_argument(
+        "--drain-s",
+        type=seconds,
+        metavar="S",
+        help="how long running requests may take when the server is told to stop; 60",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
+    _refuse_useless(arguments)
+    return _serve_engine(arguments) if arguments.engine_only else _serve_chat(arguments)
+
+
+def _refuse_useless(arguments: argparse.Namespace) -> None:
+    from longarc.errors import ConfigError
+
+    useless = _CHAT_ONLY if arguments.engine_only else _ENGINE_ONLY
+    given = [name for name in useless if getattr(arguments, name) is not None]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"{option} has no effect {'with' if arguments.engine_only else 'without'} --engine-only; "
+            f"leave it out"
+        )
+
+
+def _serve_chat(arguments: argparse.Namespace) -> int:
     import asyncio
-    import os
-    import secrets
 
     from longarc.config.stages import RolloutConfig
     from longarc.pipeline.local import open_workspace, stopping_on_signals
@@ -56,23 +101,22 @@ def run(arguments: argparse.Namespace) -> int:
     from longarc.pipeline.serve import ServeSettings, serve
 
     recipe = recipe_of_run(arguments.run_dir)
-    given: str | None = arguments.api_key or os.environ.get("LONGARC_API_KEY")
-    api_key = given or secrets.token_urlsafe(16)
-    shown_key = "(the one you gave)" if given else api_key
+    api_key, shown_key = _key(arguments, "LONGARC_API_KEY")
     progress = ProgressLine()
+    temperature = arguments.temperature
     settings = ServeSettings(
         stage=arguments.stage,
         host=arguments.host,
         port=arguments.port,
         api_key=api_key,
         rollout=RolloutConfig(
-            temperature=arguments.temperature,
-            max_new_tokens=arguments.max_new_tokens,
+            temperature=1.0 if temperature is None else temperature,
+            max_new_tokens=arguments.max_new_tokens or 256,
             max_context_tokens=min(
-                arguments.max_context_tokens, recipe.model.max_position_embeddings
+                arguments.max_context_tokens or 4096, recipe.model.max_position_embeddings
             ),
         ),
-        thinking=arguments.thinking,
+        thinking=bool(arguments.thinking),
     )
 
     def on_ready(base_url: str, stage: str) -> None:
@@ -86,3 +130,60 @@ def run(arguments: argparse.Namespace) -> int:
 
         asyncio.run(work())
     return ExitCode.OK
+
+
+def _serve_engine(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from longarc.pipeline.engines import ENGINE_KEY
+    from longarc.pipeline.local import stopping_on_signals
+    from longarc.pipeline.progress import ProgressLine
+    from longarc.pipeline.serve_engine import serve_engine
+
+    api_key, shown_key = _key(arguments, ENGINE_KEY)
+    settings = _engine_settings(arguments, api_key)
+    is_weights = (arguments.run_dir / "config.json").is_file()
+    recipe = None if is_weights else recipe_of_run(arguments.run_dir)
+    progress = ProgressLine()
+
+    async def work() -> None:
+        stop = asyncio.Event()
+        with stopping_on_signals(stop):
+            await serve_engine(
+                arguments.run_dir,
+                recipe,
+                settings,
+                stop=stop,
+                on_ready=lambda address: progress.say(
+                    f"serving the engine: address={address} key={shown_key}"
+                ),
+            )
+
+    asyncio.run(work())
+    return ExitCode.OK
+
+
+def _engine_settings(arguments: argparse.Namespace, api_key: str) -> "EngineServerSettings":
+    from longarc.pipeline.serve_engine import EngineServerSettings
+
+    drain_s: float | None = arguments.drain_s
+    return EngineServerSettings(
+        stage=arguments.stage,
+        attention=arguments.attention,
+        host=arguments.host,
+        port=arguments.port,
+        api_key=api_key,
+        num_ranks=arguments.ranks or 1,
+        max_context_tokens=arguments.max_context_tokens,
+        drain_s=60.0 if drain_s is None else drain_s,
+    )
+
+
+def _key(arguments: argparse.Namespace, variable: str) -> tuple[str, str]:
+    """Return the key, and what is shown of it."""
+    import os
+    import secrets
+
+    given: str | None = arguments.api_key or os.environ.get(variable)
+    key = given or secrets.token_urlsafe(16)
+    return key, "(the one you gave)" if given else key

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from longarc.config.engine import EngineConfig
+from longarc.config.engine_clients import AnyEngineConfig, servers_of
 from longarc.config.index_share import check_sharing, kinds_of
 from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, ModelConfig
 from longarc.config.stages import (
@@ -185,7 +186,7 @@ def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
             )
 
 
-def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -> None:
+def check_engine_fits(engine: AnyEngineConfig, stages: Mapping[str, StageConfig]) -> None:
     """Refuse stages that start more rollouts than the engine takes requests, or longer ones than its cache holds.
 
     Raises:
@@ -194,13 +195,15 @@ def check_engine_fits(engine: EngineConfig, stages: Mapping[str, StageConfig]) -
     room = engine.max_running + engine.max_waiting
     for name, stage in stages.items():
         if isinstance(stage, RlConfig | DistillConfig):
+            if servers_of(engine):
+                continue  # their queues are their own; a full one pushes back
             key, wanted = "loop.max_concurrent_rollouts", stage.loop.max_concurrent_rollouts
         elif isinstance(stage, EvalConfig):
             key, wanted = "max_concurrent_rollouts", stage.max_concurrent_rollouts
         else:
             continue
         context = stage.rollout.max_context_tokens
-        if context > engine.cache_tokens:
+        if isinstance(engine, EngineConfig) and context > engine.cache_tokens:
             raise ValueError(
                 f"stage {name!r}: a sequence of rollout.max_context_tokens={context} does not fit a cache of "
                 f"engine.cache_tokens={engine.cache_tokens}. Raise engine.cache_tokens or lower the context"

@@ -1,16 +1,22 @@
-"""Settings of the embedded rollout engine."""
+"""Settings of the rollout engine: embedded, or servers behind the router."""
 
-from typing import Self
+import re
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from longarc.config.routing import RoutingConfig
 from longarc.config.settings import Settings
 from longarc.errors import ConfigError
 
+_ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
 
 class EngineConfig(Settings):
-    """How completions are sampled on this machine."""
+    """How completions are sampled: in this process, or by engine servers."""
 
+    kind: Literal["embedded"] = "embedded"
+    """LongArc's own engine, in its own process."""
     cache_tokens: int = Field(65_536, ge=16)
     """Tokens whose rows the cache holds, those of running sequences and those that are kept for reuse [tokens]. Costs that
     many times the bytes that a token leaves in the cache, which ``longarc models info`` tells; beyond 256 MiB memory is
@@ -25,6 +31,35 @@ class EngineConfig(Settings):
     """Prompt tokens computed between two decode steps [tokens]; bounds how long decoding waits."""
     num_threads: int = Field(1, ge=1)
     """Compute threads of the engine; engine and trainer threads together must not exceed the cores."""
+
+    servers: tuple[str, ...] = ()
+    """Addresses (``http://host:port``) of servers that ``longarc serve --engine-only`` runs. RL and
+    distillation stages then sample there, through the router, and give them their weights by path, so all
+    need the same file system. Evaluations and ``longarc serve`` sample in their own process all the same."""
+    routing: RoutingConfig = RoutingConfig()
+    """How requests are spread over the servers."""
+
+    @field_validator("servers")
+    @classmethod
+    def _servers_are_addresses(cls, servers: tuple[str, ...]) -> tuple[str, ...]:
+        for address in servers:
+            if not _ADDRESS.fullmatch(address):
+                raise ValueError(
+                    f"{address!r} is not the address of an engine server; write http://host:port, without "
+                    f"a path"
+                )
+            if servers.count(address) > 1:
+                raise ValueError(f"{address!r} stands there twice; name each server once")
+        return servers
+
+    @model_validator(mode="after")
+    def _routing_has_servers(self) -> Self:
+        if not self.servers and self.routing != RoutingConfig():
+            raise ValueError(
+                "routing has no effect without servers: name them in engine.servers, or leave engine.routing "
+                "out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _pages_are_possible(self) -> Self:

@@ -110,6 +110,8 @@ def find_options(kind: type[Settings], name: str) -> list[Section]:
             option
             for option in _expanded(schema, section).options
             if f".{option.key}".casefold().endswith(f".{wanted}")
+            # A member of a tagged union is a section of its own, which the place leads to.
+            or wanted in (f"{place}.{option.key}".casefold() for place in section.places)
         )
         # A bare name is shown where it is defined, not once more under every place that nests it.
         if options and ("." in name or all("." not in option.key for option in options)):

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
 from longarc.config.engine import EngineConfig
+from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.model import GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
@@ -58,7 +59,7 @@ class Recipe(Settings):
     """Existing weights to start from; None starts from random ones, which needs a pretrain stage."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Where text becomes ids."""
-    engine: EngineConfig = EngineConfig()
+    engine: AnyEngineConfig = EngineConfig()
     """How completions are sampled."""
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where metrics go besides ``metrics.jsonl``."""

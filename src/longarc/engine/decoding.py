@@ -38,7 +38,7 @@ def decode(
     starts = [seat.length for seat in seats]
     samplings = [request.sampling for request in requests]
     seeds = [request.seed for request in requests]
-    positions = [request.num_sampled for request in requests]
+    positions = [request.draw_position for request in requests]
     tokens_B = torch.tensor([request.last_token for request in requests])
     if isinstance(cache, NativeDecoder) and is_plain(samplings):
         positions_SB = np.asarray(positions)[None, :] + np.arange(max_steps)[:, None]
@@ -62,7 +62,7 @@ def drawn(logits_BV: Float[Tensor, "B V"], requests: Sequence[Request]) -> Drawn
         logits_BV,
         [request.sampling for request in requests],
         seeds=[request.seed for request in requests],
-        positions=[request.num_sampled for request in requests],
+        positions=[request.draw_position for request in requests],
     )
     return Drawn(
         sampled.tokens[None],

@@ -13,6 +13,7 @@ worker thread, so the event loop stays free and no lock is needed. Weights are s
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,11 +28,21 @@ import torch
 
 from longarc.config.engine import EngineConfig
 from longarc.engine.decoding import decode, drawn
-from longarc.engine.request import Request
+from longarc.engine.request import Request, checked_prompt
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
-from longarc.engine.stop_strings import StopStrings, TokenBytes
-from longarc.errors import ContractError, EngineError, EngineFaultError, LongArcError, boundary
+from longarc.engine.stop_strings import TokenBytes
+from longarc.errors import (
+    ContractError,
+    EngineBusyError,
+    EngineError,
+    EngineFaultError,
+    EngineLostError,
+    EngineRequestError,
+    LongArcError,
+    WeightsRefusedError,
+    boundary,
+)
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_weights
 from longarc.models.kernels.steps import Drawn, Interrupt
@@ -118,6 +129,7 @@ class EmbeddedEngine:
         self._failure: EngineError | None = None
         self._num_requests = 0
         self._counters = _Counters()
+        self._instance_id = secrets.token_hex(8)
 
     def _set_threads(self) -> None:
         set_compute_threads(self._config.num_threads)
@@ -136,7 +148,7 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """Stop; whatever is still running gets an error."""
-        self._failure = self._failure or EngineError("the engine was closed")
+        self._failure = self._failure or EngineLostError("the engine was closed")
         if self._driver is not None:
             self._driver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -173,7 +185,7 @@ class EmbeddedEngine:
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
         if len(token_ids) > self._max_context_tokens:
-            raise EngineError(
+            raise EngineRequestError(
                 f"cannot score {len(token_ids)} tokens: max_context_tokens={self._max_context_tokens}"
             )
         loop = asyncio.get_running_loop()
@@ -206,6 +218,7 @@ class EmbeddedEngine:
             num_cached_pages=seats.pages.num_cached + seats.num_kept,
             num_used_pages=seats.pages.num_used - seats.num_kept,
             busy_s=self._counters.busy_s,
+            instance_id=self._instance_id,
         )
 
     # Planning: only ever on the event loop --------------------------------------------------
@@ -219,33 +232,24 @@ class EmbeddedEngine:
         if self._failure is not None:
             raise self._failure
         if self._driver is None:
-            raise EngineError("the engine is not running; enter it with `async with` first")
-        if not prompt_ids:
-            raise EngineError("the prompt is empty; send at least one token")
+            raise EngineLostError("the engine is not running; enter it with `async with` first")
         if sampling.stop_strings and self._token_bytes is None:
-            raise EngineError(
+            raise EngineRequestError(
                 f"stop_strings={list(sampling.stop_strings)} need the text of tokens, which this engine was not "
                 f"given; send stop_ids, or open the engine with token_bytes"
             )
-        needed = len(prompt_ids) + sampling.max_new_tokens
-        if needed > self._max_context_tokens:
-            raise EngineError(
-                f"prompt of {len(prompt_ids)} + max_new_tokens={sampling.max_new_tokens} is {needed} tokens, "
-                f"but max_context_tokens={self._max_context_tokens}; shorten the prompt or ask for less"
-            )
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        vocab_size = self._model.config.vocab_size
-        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
-            raise EngineError(
-                f"prompt ids span {int(prompt.min())}..{int(prompt.max())}, but the vocabulary is 0..{vocab_size - 1}: "
-                f"the tokenizer does not match the model"
-            )
+        prompt = checked_prompt(
+            prompt_ids,
+            sampling,
+            max_context_tokens=self._max_context_tokens,
+            vocab_size=self._model.config.vocab_size,
+        )
         # Who waits for pages though there is a seat does not count: the engine promised to take as many.
         num_waiting = (
             self._scheduler.num_active + self._scheduler.num_waiting - self._config.max_running
         )
         if num_waiting >= self._config.max_waiting:
-            raise EngineError(
+            raise EngineBusyError(
                 f"{num_waiting} requests wait already (max_waiting={self._config.max_waiting}); "
                 f"send fewer at once or raise engine.max_waiting"
             )
@@ -263,7 +267,7 @@ class EmbeddedEngine:
             arrival=self._num_requests,
         )
         if sampling.stop_strings and self._token_bytes is not None:
-            request.stop_strings = StopStrings(sampling.stop_strings, self._token_bytes)
+            request.watch_for_stop_strings(self._token_bytes)
         self._scheduler.waiting.append(request)
         self._notify()
         return request
@@ -276,7 +280,7 @@ class EmbeddedEngine:
                     await self._one_step(loop)
         except LongArcError as error:
             # Ends every request with the reason; later requests are refused with it too.
-            self._failure = error if isinstance(error, EngineError) else EngineError(str(error))
+            self._failure = EngineLostError(str(error))
             self._fail_all(self._failure)
 
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -299,14 +303,17 @@ class EmbeddedEngine:
             try:
                 await loop.run_in_executor(self._pool, self._load, source)
             except (ContractError, OSError) as error:
-                done.set_exception(EngineError(f"weights {version} were not loaded: {error}"))
+                if not done.done():
+                    done.set_exception(
+                        WeightsRefusedError(f"weights {version} were not loaded: {error}")
+                    )
                 continue
             for request in self._scheduler.begun():
                 self._send(request, None)
             self._version = version
             self._num_updates += 1
             self._scheduler.seats.renew(self._salt())
-            if not done.cancelled():
+            if not done.done():
                 done.set_result(None)
 
     def _salt(self) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 
 from longarc.engine.pages import Ids
 from longarc.engine.seats import Seat
-from longarc.engine.stop_strings import StopStrings
-from longarc.errors import ContractError, EngineError
+from longarc.engine.stop_strings import StopStrings, TokenBytes
+from longarc.errors import ContractError, EngineError, EngineRequestError
 from longarc.records.sampling import FinishReason, SampledTokens, Sampling
 
 
@@ -41,6 +41,12 @@ class Request:
     stop_strings: StopStrings | None = None
     has_sent: bool = False
     is_cancelled: bool = False
+
+    def watch_for_stop_strings(self, token_bytes: TokenBytes) -> None:
+        """Look for the stop strings from now on; one may have begun where the completion was begun."""
+        self.stop_strings = StopStrings(self.sampling.stop_strings, token_bytes)
+        for token_id in self.prompt[len(self.prompt) - self.sampling.num_sampled_before :].tolist():
+            self.stop_strings.is_completed_by(token_id)
 
     def note(
         self,
@@ -112,6 +118,11 @@ class Request:
         interval = self.sampling.stream_interval_tokens
         return min(left, interval - len(self.unsent_ids)) if interval > 0 else left
 
+    @property
+    def draw_position(self) -> int:
+        """Position in the seed's stream of the next token's draw."""
+        return self.sampling.num_sampled_before + self.num_sampled
+
     def used_seat(self) -> Seat:
         """Return the seat of a running request.
 
@@ -121,3 +132,33 @@ class Request:
         if self.seat is None:
             raise ContractError(f"request of session {self.session_id} runs without a seat")
         return self.seat
+
+
+def checked_prompt(
+    prompt_ids: Sequence[int], sampling: Sampling, *, max_context_tokens: int, vocab_size: int
+) -> Ids:
+    """Return the prompt as an array.
+
+    Raises:
+        EngineRequestError: it is empty or too long for the context, or holds an id that is no token.
+    """
+    if not prompt_ids:
+        raise EngineRequestError("the prompt is empty; send at least one token")
+    if sampling.num_sampled_before > len(prompt_ids):
+        raise EngineRequestError(
+            f"num_sampled_before={sampling.num_sampled_before} are to be the end of a prompt that has "
+            f"{len(prompt_ids)} tokens; send them with it"
+        )
+    needed = len(prompt_ids) + sampling.max_new_tokens
+    if needed > max_context_tokens:
+        raise EngineRequestError(
+            f"prompt of {len(prompt_ids)} + max_new_tokens={sampling.max_new_tokens} is {needed} tokens, "
+            f"but max_context_tokens={max_context_tokens}; shorten the prompt or ask for less"
+        )
+    lowest, highest = min(prompt_ids), max(prompt_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise EngineRequestError(
+            f"prompt ids span {lowest}..{highest}, but the vocabulary is 0..{vocab_size - 1}: "
+            f"the tokenizer does not match the model"
+        )
+    return np.asarray(prompt_ids, dtype=np.int64)

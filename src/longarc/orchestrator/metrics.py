@@ -90,7 +90,9 @@ def engine_metrics(before: EngineHealth, after: EngineHealth, *, step_s: float) 
     prompted = after.num_prompt_tokens - before.num_prompt_tokens
     cached = after.num_cached_tokens - before.num_cached_tokens
     busy_s = min(max(after.busy_s - before.busy_s, 0.0), step_s)
+    probe = [] if after.probe_gap is None else [Metric("mismatch/probe_gap", after.probe_gap)]
     return [
+        *probe,
         Metric("throughput/sampled_tokens_per_s", sampled, step_s),
         Metric("engine/prefill_tokens_saved_frac", cached, prompted),
         Metric("engine/preemptions", after.num_preemptions - before.num_preemptions, reduce="sum"),

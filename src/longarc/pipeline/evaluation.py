@@ -72,7 +72,9 @@ async def evaluate(
     matrix = _Matrix(directory / RESULTS_FILE, order, stages, families, num_tasks)
     missing = matrix.missing_stages()
     # Checkpoints share the cores: engines of one thread each do more together than one of several.
-    num_at_once = max(1, min(workspace.recipe.threads, len(missing)))
+    is_embedded = workspace.recipe.engine.kind == "embedded"
+    # A server loads one checkpoint at a time, and starting several of them would only share the cores.
+    num_at_once = max(1, min(workspace.recipe.threads, len(missing))) if is_embedded else 1
     evaluation = _Evaluation(
         workspace=workspace,
         name=name,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
 from longarc.config.coherence import check_model_fits
+from longarc.config.engine_clients import servers_of
 from longarc.config.load_object import load_object
 from longarc.config.recipe import InitialCheckpoint, Recipe
 from longarc.config.stages import (
@@ -46,6 +47,7 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
     """
     _check_cores(recipe)
     _check_offloading(recipe)
+    _check_engine(recipe)
     if is_new:
         _check_start(recipe)
     for name, stage in recipe.stages.items():
@@ -85,15 +87,25 @@ def _check_cores(recipe: Recipe) -> None:
         isinstance(stage, RlConfig | DistillConfig) and stage.trainer_process
         for stage in recipe.stages.values()
     ):
-        wanted["engine.num_threads + trainer_threads"] = (
-            recipe.engine.num_threads + recipe.trainer_threads
-        )
+        beside = 0 if servers_of(recipe.engine) else recipe.engine.num_threads
+        what = "engine.num_threads + trainer_threads" if beside else "trainer_threads"
+        wanted[what] = beside + recipe.trainer_threads
     for what, number in wanted.items():
         if number > cores:
             raise ResourceError(
                 f"{what} = {number}, but this process may use {cores} core(s); lower it, for example with "
                 f"--set threads=1, or give the run more cores"
             )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """Refuse an interpreter that is not there before a stage has trained for hours on the way to it."""
+    python = getattr(recipe.engine, "python", None)
+    if python is not None and not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"engine.python = {python!r} is no program; name the interpreter of an environment that has "
+            f"{recipe.engine.kind}, for example .venv-vllm/bin/python (scripts/setup_vllm.sh)"
+        )
 
 
 def _check_offloading(recipe: Recipe) -> None:

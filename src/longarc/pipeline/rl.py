@@ -2,7 +2,7 @@
 
 ::
 
-    orchestrator -- sessions --> gateway --> engine (this process, one thread)
+    orchestrator -- sessions --> gateway --> engine (this process, one thread), or router --> engine servers
          |  \\-- boxes --> sandbox
          \\-- batches --> trainer (this process and those that share gradients, or one of its own) --weights--> engine
 
@@ -11,25 +11,28 @@ and must arrive at the recorded weights bit for bit before anything new is sampl
 """
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from longarc.config.engine import EngineConfig
+from longarc.config.engine_clients import servers_of
 from longarc.config.recipe import Recipe
 from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_turns
-from longarc.engine.embedded import EmbeddedEngine
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
 from longarc.gateway.core import Gateway
 from longarc.orchestrator.loop import run_stage
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
+from longarc.pipeline.engine_clients import engine_client
+from longarc.pipeline.engines import embedded_engine, engine_servers
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
 from longarc.pipeline.workspace import Interrupted, Loaded, Workspace
 from longarc.records.batch import StepReport
-from longarc.records.ports import Trainer
+from longarc.records.ports import Engine, Trainer
 from longarc.records.sampling import Sampling
 from longarc.runs.checkpoint import list_checkpoints, read_manifest
 from longarc.trainer.process import ProcessTrainer
@@ -77,6 +80,7 @@ async def reinforce(
             config.rollout,
             policy_version=version,
             num_threads=recipe.threads if takes_turns(config) else recipe.engine.num_threads,
+            at_servers=bool(servers_of(recipe.engine)),
         ) as serve:
             families = workspace.families(config.tasks)
             result = await run_stage(
@@ -113,7 +117,7 @@ async def reinforce(
 class Serving:
     """An engine, its gateway and boxes for the tools."""
 
-    def __init__(self, engine: EmbeddedEngine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
+    def __init__(self, engine: Engine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
         self.engine = engine
         self.gateway = gateway
         self.sandboxes = sandboxes
@@ -128,6 +132,7 @@ async def serving(
     policy_version: int,
     num_threads: int,
     logs_turns: bool = False,
+    at_servers: bool = False,
 ) -> AsyncIterator[Serving]:
     """Serve a checkpoint for rollouts until the block ends.
 
@@ -140,22 +145,33 @@ async def serving(
         logs_turns: whether each turn is recorded before it is answered, so that a client can go on after a
             crash. A rollout of ours cannot (its agent loop dies with the process and is run again), so
             only served sessions log theirs.
+        at_servers: whether the recipe's engine servers sample, and no engine in this process.
     """
-    engine = EmbeddedEngine(
-        workspace.load(loaded.path).model,
-        workspace.recipe.engine.model_copy(
-            # A run may be served or evaluated on a smaller machine than it was made on.
-            update={"num_threads": min(num_threads, len(os.sched_getaffinity(0)))}
-        ),
-        max_context_tokens=rollout.max_context_tokens,
-        policy_version=policy_version,
-        attention=loaded.attention,
-        seed=workspace.recipe.seed,
-        token_bytes=workspace.tokenizer().token_bytes,
-    )
+    config = workspace.recipe.engine
+    if not isinstance(config, EngineConfig):
+        opening: AbstractAsyncContextManager[Engine] = engine_client(
+            workspace, config, workspace.load(loaded.path), rollout, policy_version=policy_version
+        )
+    elif at_servers:
+        opening = engine_servers(
+            config,
+            loaded,
+            max_context_tokens=rollout.max_context_tokens,
+            seed=workspace.recipe.seed,
+        )
+    else:
+        opening = embedded_engine(
+            workspace.load(loaded.path),
+            config,
+            max_context_tokens=rollout.max_context_tokens,
+            policy_version=policy_version,
+            num_threads=num_threads,
+            seed=workspace.recipe.seed,
+            token_bytes=workspace.tokenizer().token_bytes,
+        )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
-        async with engine:
+        async with opening as engine:
             yield Serving(
                 engine,
                 Gateway(

@@ -42,9 +42,12 @@ class Sampling:
     """Whether each piece also has the log-probabilities at temperature 1 over the whole vocabulary."""
     stream_interval_tokens: int = 0
     """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
-    change and at the end, which costs the engine least."""
+    change and at the end, which costs the engine least. A router hands over more pieces than that."""
     seed: int | None = None
     """Makes the completion reproducible for the same weights; None draws a seed from the engine's stream."""
+    num_sampled_before: int = 0
+    """Tokens at the end of the prompt that belong to this completion already [tokens]: it was begun elsewhere
+    and goes on here. Draws go on at this position of the seed's stream; the budget is what is left."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -55,6 +58,7 @@ class Sampling:
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
             ("stop_strings", all(self.stop_strings), "without an empty string"),
             ("stream_interval_tokens", self.stream_interval_tokens >= 0, "at least 0"),
+            ("num_sampled_before", self.num_sampled_before >= 0, "at least 0"),
         )
         for name, holds, allowed in rules:
             if not holds:
@@ -122,6 +126,12 @@ class EngineHealth:
     """Pages of running sequences."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
+    instance_id: str = ""
+    """Differs after every start of the engine, whose weights and cache are then its first ones; empty
+    where the engine does not tell."""
+    probe_gap: float | None = None
+    """Mean difference between the engine's and the trainer's log-probabilities of the probe after the last weight
+    update [nats]; None where none is made, because both compute with the same code."""
 
     @property
     def num_pages(self) -> int:

@@ -94,8 +94,12 @@ CHARTS: tuple[ChartSpec, ...] = (
     ChartSpec(
         title="Engine against trainer",
         unit="|log-ratio| at lag 0, nats",
-        hint="Difference of the two computations for the same weights. Tiny and flat; growth means they disagree.",
-        names=("mismatch/mean_abs_log_ratio", "mismatch/max_abs_log_ratio"),
+        hint="Difference of the two computations for the same weights; with vLLM or SGLang also that of the probe after an update. Tiny and flat; growth means they disagree.",
+        names=(
+            "mismatch/mean_abs_log_ratio",
+            "mismatch/max_abs_log_ratio",
+            "mismatch/probe_gap",
+        ),
         is_log=True,
     ),
     ChartSpec(

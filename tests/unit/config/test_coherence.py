@@ -42,6 +42,16 @@ def read(key: str = "name", value: object = "r") -> Recipe:
     return validated(Recipe, tree, source="recipe")
 
 
+def test_servers_have_queues_of_their_own_but_evaluations_do_not_use_them():
+    engine = RECIPE["engine"] | {"servers": ["http://a:8100"]}
+    tree = RECIPE | {"engine": engine, "stages": copy.deepcopy(RECIPE["stages"])}
+    tree["stages"]["rl"]["loop"]["max_concurrent_rollouts"] = 500
+    assert validated(Recipe, tree, source="recipe").engine.servers
+    tree["stages"]["eval"]["max_concurrent_rollouts"] = 500
+    with pytest.raises(ConfigError, match=r"'eval'.*max_concurrent_rollouts=500"):
+        validated(Recipe, tree, source="recipe")
+
+
 def test_the_recipe_as_it_stands_is_accepted():
     assert list(read().stages) == ["pretrain", "rl", "distill", "eval"]
 

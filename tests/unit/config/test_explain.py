@@ -79,3 +79,12 @@ def test_the_schema_is_json_that_an_editor_can_use():
     schema = json.loads(json_schema(Recipe))
     assert schema["properties"]["stages"]["additionalProperties"]["discriminator"]
     assert schema["additionalProperties"] is False
+
+
+def test_a_key_of_any_member_of_a_union_is_explained_by_its_place():
+    assert [s.name for s in find_options(Recipe, "engine.cache_tokens")] == ["EngineConfig"]
+    assert {s.name for s in find_options(Recipe, "engine.on_update")} == {
+        "VllmConfig",
+        "SglangConfig",
+    }
+    assert "LlamaConfig" in {s.name for s in find_options(Recipe, "model.tie_word_embeddings")}

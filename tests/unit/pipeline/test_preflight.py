@@ -44,6 +44,14 @@ def test_more_threads_than_cores_are_refused(override, said):
 
 
 @pytest.mark.usefixtures("two_cores")
+def test_where_servers_sample_the_trainer_may_have_all_cores():
+    servers = 'engine.servers=["http://a:8100"]'
+    check_recipe(recipe("quickstart", "trainer_threads=2", servers), is_new=True)
+    with pytest.raises(ResourceError, match=r"^trainer_threads = 3, but this process may use 2"):
+        check_recipe(recipe("quickstart", "trainer_threads=3", servers), is_new=True)
+
+
+@pytest.mark.usefixtures("two_cores")
 def test_a_family_of_a_text_stage_is_looked_at_before_the_run():
     settings = "{settings={no_such_setting=1}}"
     wrong = f"stages.midtrain.demonstrations.tasks.format={settings}"

@@ -1,0 +1,81 @@
+"""What an engine server counts, in Prometheus' text format.
+
+Source: Prometheus documentation, "Exposition formats", text format 0.0.4.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from longarc.records.sampling import EngineHealth
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Kind = Literal["counter", "gauge"]
+
+_ENGINE: dict[str, tuple[str, _Kind, str]] = {
+    "is_ready": ("ready", "gauge", "1 while the engine takes requests."),
+    "policy_version": ("policy_version_steps", "gauge", "Optimizer steps in the weights in use."),
+    "num_running": ("running_requests", "gauge", "Requests being computed."),
+    "num_waiting": ("waiting_requests", "gauge", "Requests that wait for a slot."),
+    "num_sampled_tokens": ("sampled_tokens_total", "counter", "Tokens sampled."),
+    "num_prompt_tokens": ("prompt_tokens_total", "counter", "Prompt tokens asked for."),
+    "num_cached_tokens": ("cached_tokens_total", "counter", "Prompt tokens found in the cache."),
+    "busy_s": ("busy_seconds_total", "counter", "Time spent computing."),
+}
+"""Fields of `EngineHealth`: name behind ``longarc_engine_``, kind and help."""
+
+
+@dataclasses.dataclass(slots=True)
+class DoorCounters:
+    """What the HTTP door itself counts."""
+
+    num_open: int = 0
+    """Streams being answered."""
+    num_ended: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Streams that ended, by how: a finish reason, ``disconnected`` or the name of an error."""
+    is_draining: bool = False
+
+    def end(self, how: str) -> None:
+        """Count the end of a stream."""
+        self.num_ended[how] = self.num_ended.get(how, 0) + 1
+
+
+def exposition(healths: Sequence[EngineHealth], door: DoorCounters) -> str:
+    """Return the page of ``/metrics``.
+
+    Args:
+        healths: of each rank, in order.
+        door: what the door counted.
+    """
+    lines: list[str] = []
+    for field, (name, kind, text) in _ENGINE.items():
+        values = {
+            f'{{rank="{rank}"}}': float(getattr(health, field))
+            for rank, health in enumerate(healths)
+        }
+        lines += _family(f"longarc_engine_{name}", kind, text, values)
+    lines += _family(
+        "longarc_server_open_streams",
+        "gauge",
+        "Streams being answered.",
+        {"": float(door.num_open)},
+    )
+    lines += _family(
+        "longarc_server_streams_total",
+        "counter",
+        "Streams that ended, by how.",
+        {f'{{end="{how}"}}': float(n) for how, n in sorted(door.num_ended.items())},
+    )
+    lines += _family(
+        "longarc_server_draining",
+        "gauge",
+        "1 while the server takes no new requests because it is going to stop.",
+        {"": float(door.is_draining)},
+    )
+    return "\n".join([*lines, ""])
+
+
+def _family(name: str, kind: _Kind, text: str, values: Mapping[str, float]) -> list[str]:
+    samples = [f"{name}{labels} {value!r}" for labels, value in values.items()]
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples]

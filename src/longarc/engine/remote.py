@@ -1,0 +1,225 @@
+"""One rank of an engine server as an engine: the client of ``server.py``.
+
+Whatever goes wrong between here and there is an `EngineLostError`, which says that another engine may go
+on with the request; whatever the server raised comes back as the class it was raised as.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+
+from longarc.engine.wire import (
+    INSTANCE_HEADER,
+    PROTOCOL_HEADER,
+    PROTOCOL_VERSION,
+    EngineDescription,
+    ScoreReply,
+    ScoreRequest,
+    StreamRequest,
+    UpdateReply,
+    UpdateRequest,
+    dumps,
+    error_of,
+    loads,
+)
+from longarc.errors import ConfigError, EngineError, EngineLostError, EngineRequestError
+from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
+
+T = TypeVar("T")
+
+_OK, _UNAUTHORISED = 200, 401
+_MAX_LINE_BYTES = 64 << 20
+
+
+class RemoteEngine:
+    """Satisfies the `Engine` port over HTTP. Enter it with ``async with``, or call ``close`` at the end."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str,
+        rank: int = 0,
+        connect_timeout_s: float = 5.0,
+        answer_timeout_s: float = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """Prepare to talk to a server; nothing is sent yet.
+
+        Args:
+            address: ``http://host:port`` of the server.
+            api_key: the key it was started with.
+            rank: which of its engines.
+            connect_timeout_s: how long a connection may take to be made [seconds].
+            answer_timeout_s: how long scoring, an update or a question about health may take [seconds]. A
+                stream has no limit: how long a request waits for its turn is the queue's affair, and
+                whether the server is alive is the router's.
+            transport: in place of the network, in tests.
+        """
+        self.address = address
+        self._rank = rank
+        self._name = f"{address} rank {rank}"
+        self._instance_id = ""
+        self._client = httpx.AsyncClient(
+            base_url=address,
+            headers={
+                "authorization": f"Bearer {api_key}",
+                PROTOCOL_HEADER: str(PROTOCOL_VERSION),
+            },
+            timeout=httpx.Timeout(answer_timeout_s, connect=connect_timeout_s),
+            # A stream holds its connection; how many there are is bounded by who asks. An idle one is given up
+            # before the server does it (after 5 s), or a request would now and then meet a closed door.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
+            ),
+            transport=transport,
+            trust_env=False,  # a proxy for the web is none for a server in the next rack
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def describe(self) -> EngineDescription:
+        """Return what the server serves.
+
+        Raises:
+            ConfigError: the key is wrong.
+            EngineLostError: the server does not answer.
+        """
+        return await self._ask("GET", "/v1/engine", EngineDescription)
+
+    # The Engine port -------------------------------------------------------------------------
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str
+    ) -> AsyncIterator[SampledTokens]:
+        """Sample one completion; see `longarc.records.ports.Engine`."""
+        body = dumps(
+            StreamRequest(
+                prompt_ids=tuple(map(int, prompt_ids)),
+                sampling=sampling,
+                session_id=session_id,
+                rank=self._rank,
+            )
+        )
+        timeout = httpx.Timeout(None, connect=self._client.timeout.connect)
+        with _network(self._name):
+            async with self._client.stream(
+                "POST", "/v1/stream", content=body, timeout=timeout
+            ) as response:
+                if response.status_code != _OK:
+                    raise self._error(response, await response.aread())
+                self._check_instance(response)
+                async for line in _lines(response):
+                    piece = self._read(SampledTokens, line)
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+        raise EngineLostError(f"{self._name}: the stream ended before the completion")
+
+    async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
+        body = ScoreRequest(
+            token_ids=tuple(map(int, token_ids)), temperature=temperature, rank=self._rank
+        )
+        reply = await self._ask("POST", "/v1/score", ScoreReply, body)
+        return list(reply.logprobs)
+
+    async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
+        """Let the server load a file that it can read too; returns when the new weights are in use."""
+        body = UpdateRequest(
+            source=_absolute(source), policy_version=policy_version, rank=self._rank
+        )
+        await self._ask("POST", "/v1/update_weights", UpdateReply, body)
+
+    async def health(self) -> EngineHealth:
+        """Ask the server; what it answers says which start of it the next requests are meant for."""
+        health = await self._ask("GET", f"/v1/health?rank={self._rank}", EngineHealth)
+        self._instance_id = health.instance_id
+        return health
+
+    # Parts of them ---------------------------------------------------------------------------
+
+    async def _ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
+        with _network(self._name):
+            response = await self._client.request(
+                method, path, content=None if body is None else dumps(body)
+            )
+        if response.status_code != _OK:
+            raise self._error(response, response.content)
+        self._check_instance(response)
+        return self._read(kind, response.content)
+
+    def _read(self, kind: type[T], data: bytes) -> T:
+        """Return what the server said, or raise the error that it is."""
+        error = error_of(data, source=self._name)
+        if error is not None:
+            raise error
+        try:
+            return loads(kind, data)
+        except EngineRequestError as cause:
+            raise EngineLostError(f"{self._name} answers in an unknown way: {cause}") from cause
+
+    def _error(self, response: httpx.Response, body: bytes) -> EngineError | ConfigError:
+        if response.status_code == _UNAUTHORISED:
+            return ConfigError(
+                f"{self._name} refuses the key; give LONGARC_ENGINE_KEY the value that the server has"
+            )
+        error = error_of(body, source=self._name)
+        return error or EngineLostError(
+            f"{self._name} answered {response.status_code} {body[:200]!r}: is it an engine server?"
+        )
+
+    def _check_instance(self, response: httpx.Response) -> None:
+        """Refuse an answer of a server that was started anew since it was last asked for its health."""
+        shown = response.headers.get(INSTANCE_HEADER, "")
+        if shown and self._instance_id and shown != self._instance_id:
+            raise EngineLostError(
+                f"{self._name} was started anew: its weights may be others. Ask for its health first"
+            )
+
+
+def _absolute(source: WeightSource) -> WeightSource:
+    """Name the file so that it is found from the server's working directory too."""
+    return replace(source, path=str(Path(source.path).absolute()))
+
+
+@contextmanager
+def _network(name: str) -> Iterator[None]:
+    """Turn what the network does into `EngineLostError`."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise EngineLostError(
+            f"{name} cannot be reached: {type(error).__name__} {error}".rstrip()
+        ) from error
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the lines of a response, split at newlines alone, whatever else JSON strings hold."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > _MAX_LINE_BYTES:
+            raise EngineLostError(
+                f"{response.url} sends a line of more than {_MAX_LINE_BYTES} bytes"
+            )

@@ -1,0 +1,268 @@
+"""SGLang in the words of its HTTP API. Written to its documentation; never run against a real server.
+
+Sources: docs/basic_usage/native_api, sampling_params and docs/advanced_features/sglang_for_rl of SGLang 0.5.
+
+=====================================  ======================================================================
+``POST /generate``                     ``input_ids`` in; ``meta_info.output_token_logprobs`` out
+``POST /abort_request``                ends a request whose reader has gone
+``POST /pause_generation`` and back    ``in_place`` keeps running sequences, ``retract`` computes them again
+``POST /update_weights_from_...``      `longarc.engine.sglang_weights`
+``POST /update_weight_version``        the label that ``meta_info.weight_versions`` names
+``GET /metrics``, ``/get_server_info`` counters (with ``--enable-metrics``); what it was started with
+=====================================  ======================================================================
+
+Its log-probabilities are of the distribution at the temperature, before top-p, top-k and min-p: requests with
+these are refused. A server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports those at temperature 1 instead, which
+the probe finds.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from longarc.config.engine_clients import SglangConfig, UpdatePolicy
+from longarc.engine.http_json import HttpJson, prometheus
+from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
+from longarc.engine.served import BrokenServerError, ServerCounts, ServerRequest, finite
+from longarc.engine.sglang_weights import WeightTransport
+from longarc.errors import ConfigError, EngineError, boundary
+from longarc.records.sampling import FinishReason, Sampling
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+_COUNTERS = {
+    "sglang:num_running_reqs": "num_running",
+    "sglang:num_queue_reqs": "num_waiting",
+    "sglang:generation_tokens_total": "num_sampled_tokens",
+    "sglang:prompt_tokens_total": "num_prompt_tokens",
+    "sglang:cached_tokens_total": "num_cached_tokens",
+}
+
+
+class SglangServer:
+    """One SGLang server that answers."""
+
+    name = "SGLang"
+
+    def __init__(
+        self, http: HttpJson, transport: WeightTransport, *, on_update: UpdatePolicy
+    ) -> None:
+        self.http = http
+        self._transport = transport
+        self._on_update: UpdatePolicy = on_update
+        self._num_running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def is_up(self) -> bool:
+        """Whether it answers."""
+        try:
+            await self.http.text("/health")
+        except EngineError:
+            return False
+        return True
+
+    async def check(self, config: SglangConfig) -> None:
+        """Refuse a server that was started in a way LongArc cannot use.
+
+        Raises:
+            ConfigError: an argument is missing or has another value.
+        """
+        info = await self.http.get("/get_server_info")
+        wanted = {
+            "enable_metrics": True,
+            "enable_deterministic_inference": config.deterministic,
+        }
+        for key, value in wanted.items():
+            if info.get(key, False) != value:
+                raise ConfigError(
+                    f"the SGLang server has {key}={info.get(key, False)}, the recipe needs {value}: start it "
+                    f"{'with' if value else 'without'} --{key.replace('_', '-')}"
+                )
+
+    async def label(self, policy_version: int) -> None:
+        """Say which version the weights it started with are."""
+        await self.http.post(
+            "/update_weight_version",
+            {"new_version": str(policy_version), "abort_all_requests": False},
+        )
+
+    def refusal(self, sampling: Sampling) -> str | None:
+        """Say why this cannot be sampled; None where it can."""
+        if sampling.is_truncated:
+            return (
+                f"reports log-probabilities before top_p={sampling.top_p}, top_k={sampling.top_k} and "
+                f"min_p={sampling.min_p} leave tokens out; sample with the temperature alone, or use vLLM"
+            )
+        if sampling.stop_strings:
+            return (
+                f"runs without a tokenizer and cannot look for stop_strings={list(sampling.stop_strings)}; "
+                f"use stop_ids"
+            )
+        if sampling.returns_raw_logprobs and not raw_logprobs_are_free(sampling):
+            return (
+                "has one kind of log-probabilities, those at the sampling temperature; leave "
+                "returns_raw_logprobs out, or sample at temperature 1"
+            )
+        return None
+
+    async def chunks(self, request: ServerRequest) -> AsyncGenerator[Chunk]:
+        """Sample one completion: as one chunk, or several where pieces of it are wanted early."""
+        body = {
+            "input_ids": list(request.prompt_ids),
+            "rid": request.request_id,
+            "extra_key": request.cache_salt,
+            "sampling_params": _sampling_params(request.sampling, request.seed),
+            "return_logprob": True,
+            "stream": bool(request.sampling.stream_interval_tokens),
+        }
+        is_over = False
+        self._count(1)
+        try:
+            async with contextlib.aclosing(self._answers(body)) as answers:
+                num_seen = 0
+                async for answer in answers:
+                    chunk, num_seen = _chunk(answer, num_seen)
+                    is_over = chunk.ending is not None
+                    yield chunk
+        finally:
+            if not is_over:
+                # The server notices a closed connection only when it next writes to it.
+                with contextlib.suppress(EngineError):
+                    await self.http.post("/abort_request", {"rid": request.request_id})
+            self._count(-1)
+
+    async def _answers(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
+        if not body["stream"]:
+            yield await self.http.post("/generate", body)
+            return
+        async with contextlib.aclosing(self.http.events("/generate", body)) as events:
+            async for event in events:
+                yield event
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return log p(token[i] | token[:i]) [nats] for i >= 1, preceded by 0.0."""
+        self._count(1)
+        try:
+            answer = await self.http.post(
+                "/generate",
+                {
+                    "input_ids": list(token_ids),
+                    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                },
+            )
+        finally:
+            self._count(-1)
+        with boundary(EngineError, "SGLang's scores cannot be read"):
+            scored = answer["meta_info"]["input_token_logprobs"]
+            ids = [entry[1] for entry in scored]
+        if ids != list(token_ids):
+            raise EngineError(f"SGLang scored {ids}, asked was {list(token_ids)}")
+        return [0.0, *(finite(entry[0]) for entry in scored[1:])]
+
+    async def update(self, path: str, *, policy_version: int) -> None:
+        """Put a weight file in use; see `longarc.engine.served.EngineServer`."""
+        if self._on_update == "finish":
+            await self._is_idle.wait()
+            await self._send(path, policy_version, flush_cache=True)
+            return
+        keeps_cache = self._on_update == "continue"
+        await self.http.post(
+            "/pause_generation", {"mode": "in_place" if keeps_cache else "retract"}
+        )
+        try:
+            await self._send(path, policy_version, flush_cache=not keeps_cache)
+        finally:
+            try:
+                await self.http.post("/continue_generation", {})
+            except EngineError as error:
+                raise BrokenServerError(
+                    f"SGLang did not go on after the update to weights {policy_version}: {error}"
+                ) from error
+
+    async def _send(self, path: str, policy_version: int, *, flush_cache: bool) -> None:
+        """Nothing promises that what failed half-way left the old weights, so a failure is the end of a server."""
+        try:
+            answer = await self._transport.send(
+                path, policy_version=policy_version, flush_cache=flush_cache
+            )
+        except EngineError as error:
+            raise BrokenServerError(
+                f"weights {policy_version} did not reach SGLang, and which it has now is unknown: {error}"
+            ) from error
+        if not (isinstance(answer, Mapping) and answer.get("success")):
+            raise BrokenServerError(
+                f"SGLang refused weights {policy_version}, and which it has now is unknown: {answer}"
+            )
+
+    async def counts(self) -> ServerCounts:
+        """Return its counters."""
+        return ServerCounts(**prometheus(await self.http.text("/metrics"), _COUNTERS))
+
+    def _count(self, change: int) -> None:
+        self._num_running += change
+        if self._num_running:
+            self._is_idle.clear()
+        else:
+            self._is_idle.set()
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "stop_token_ids": list(sampling.stop_ids),
+        # The model's own end of text is a stop id only where the recipe says so.
+        "ignore_eos": True,
+        "no_stop_trim": True,
+        "sampling_seed": seed,
+    }
+
+
+def _chunk(answer: Mapping[str, Any], num_seen: int) -> tuple[Chunk, int]:
+    """Return what is new in an answer, and how many tokens have been seen with it.
+
+    An event of a stream lists all tokens so far, or the new ones only, as the server was started; the total
+    length tells which.
+    """
+    if "error" in answer:
+        raise EngineError(f"SGLang: {answer['error']}")
+    with boundary(EngineError, f"SGLang's answer cannot be read: {str(answer)[:200]}"):
+        meta = answer["meta_info"]
+        entries = meta["output_token_logprobs"]
+        total = meta.get("output_token_logprobs_length", len(entries))
+        new = entries[num_seen - (total - len(entries)) :]
+        reason = meta["finish_reason"]
+        chunk = Chunk(
+            token_ids=[entry[1] for entry in new],
+            logprobs=[finite(entry[0]) for entry in new],
+            ending=None if reason is None else _ending(reason["type"], meta),
+        )
+    return chunk, total
+
+
+def _ending(reason: str, meta: Mapping[str, Any]) -> Ending:
+    if reason not in _FINISH_REASONS:
+        raise EngineError(
+            f"SGLang ended a completion with {reason!r}: somebody else aborted it, or the server failed"
+        )
+    spans = meta.get("weight_versions")
+    return Ending(
+        finish_reason=_FINISH_REASONS[reason],
+        spans=None if spans is None else [_span(span) for span in spans],
+        num_cached_tokens=meta.get("cached_tokens") or 0,
+    )
+
+
+def _span(span: Mapping[str, Any]) -> VersionSpan:
+    if not str(span["version"]).isdecimal():
+        raise EngineError(
+            f"SGLang sampled with weights of version {span['version']!r}, which LongArc did not put there; "
+            f"does somebody else update this server?"
+        )
+    return VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"])

@@ -1,0 +1,124 @@
+"""Builds the engine that samples: one in this process, or the router over engine servers."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from longarc.config.engine import EngineConfig
+from longarc.engine.embedded import EmbeddedEngine
+from longarc.engine.remote import RemoteEngine
+from longarc.engine.router import Router
+from longarc.engine.stop_strings import TokenBytes
+from longarc.engine.wire import EngineDescription
+from longarc.errors import ConfigError
+from longarc.pipeline.workspace import Loaded
+from longarc.records.ports import Engine
+from longarc.records.sampling import WeightSource
+
+ENGINE_KEY = "LONGARC_ENGINE_KEY"
+"""Environment variable with the key of the engine servers; they and who uses them need the same."""
+
+_WEIGHTS = "model.safetensors"
+
+
+def embedded_engine(
+    loaded: Loaded,
+    config: EngineConfig,
+    *,
+    max_context_tokens: int,
+    policy_version: int,
+    num_threads: int,
+    seed: int,
+    token_bytes: TokenBytes | None = None,
+) -> EmbeddedEngine:
+    """Return an engine in this process over a checkpoint's model, which is its own from now on.
+
+    Args:
+        loaded: the checkpoint.
+        config: of the engine.
+        max_context_tokens: longest prompt and completion together [tokens].
+        policy_version: version [optimizer steps] of the weights.
+        num_threads: compute threads; a run may be served or evaluated on a smaller machine than it was made
+            on, so never more than there are cores, which changes no number.
+        seed: of requests without one.
+        token_bytes: what stop strings are looked for in; None refuses them.
+    """
+    return EmbeddedEngine(
+        loaded.model,
+        config.model_copy(update={"num_threads": min(num_threads, len(os.sched_getaffinity(0)))}),
+        max_context_tokens=max_context_tokens,
+        policy_version=policy_version,
+        attention=loaded.attention,
+        seed=seed,
+        token_bytes=token_bytes,
+    )
+
+
+@asynccontextmanager
+async def engine_servers(
+    config: EngineConfig, loaded: Loaded, *, max_context_tokens: int, seed: int
+) -> AsyncIterator[Engine]:
+    """Open the router over the recipe's servers, all of which have the checkpoint's weights then.
+
+    Args:
+        config: names the servers.
+        loaded: the checkpoint.
+        max_context_tokens: what the stage needs [tokens].
+        seed: of requests without one.
+
+    Raises:
+        ConfigError: the key is missing or wrong, or a server has another model, attention or too little room.
+        EngineLostError: a server does not answer.
+        WeightsRefusedError: the servers cannot load the checkpoint's weights.
+    """
+    key = os.environ.get(ENGINE_KEY)
+    if not key:
+        raise ConfigError(
+            f"engine.servers needs the key that the servers were started with; give it in {ENGINE_KEY}"
+        )
+    async with AsyncExitStack() as opened:
+        engines: dict[str, Engine] = {}
+        for address in config.servers:
+            first = await opened.enter_async_context(RemoteEngine(address, api_key=key))
+            described = await first.describe()
+            _check(address, described, loaded, max_context_tokens=max_context_tokens)
+            engines[f"{address}#0"] = first
+            for rank in range(1, described.num_ranks):
+                engines[f"{address}#{rank}"] = await opened.enter_async_context(
+                    RemoteEngine(address, api_key=key, rank=rank)
+                )
+        router = await opened.enter_async_context(Router(engines, config.routing, seed=seed))
+        await router.update_weights(
+            WeightSource(
+                path=str(loaded.path / _WEIGHTS), sha256=loaded.manifest.files[_WEIGHTS].sha256
+            ),
+            policy_version=loaded.manifest.policy_version,
+        )
+        yield router
+
+
+def _check(
+    address: str, server: EngineDescription, loaded: Loaded, *, max_context_tokens: int
+) -> None:
+    """Refuse a server that would sample from something else than the stage trains."""
+    model = loaded.model.config.model_dump(mode="json")
+    different = sorted(
+        key for key in {*model, *server.model} if model.get(key) != server.model.get(key)
+    )
+    if different:
+        key = different[0]
+        raise ConfigError(
+            f"{address} serves another model: {key} is {server.model.get(key)!r} there and "
+            f"{model.get(key)!r} in {loaded.path}; start it on a checkpoint of this run"
+        )
+    if server.attention != loaded.attention:
+        raise ConfigError(
+            f"{address} attends {server.attention}, the checkpoint {loaded.path} is to attend "
+            f"{loaded.attention}; start it on that checkpoint's stage"
+        )
+    if server.max_context_tokens < max_context_tokens:
+        raise ConfigError(
+            f"{address} has room for {server.max_context_tokens} tokens, the stage asks for "
+            f"{max_context_tokens} (rollout.max_context_tokens); start it with --max-context-tokens "
+            f"{max_context_tokens}"
+        )

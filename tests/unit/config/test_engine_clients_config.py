@@ -1,0 +1,48 @@
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from longarc.config.engine import EngineConfig
+from longarc.config.engine_clients import AnyEngineConfig, SglangConfig, VllmConfig
+
+ANY = TypeAdapter(AnyEngineConfig)
+
+
+def test_an_engine_without_a_kind_is_the_embedded_one():
+    assert ANY.validate_python({"max_running": 8}) == EngineConfig(max_running=8)
+
+
+def test_the_kind_decides_which_settings_there_are():
+    assert isinstance(ANY.validate_python({"kind": "vllm", "python": "p"}), VllmConfig)
+    assert isinstance(ANY.validate_python({"kind": "sglang", "url": "http://a:1"}), SglangConfig)
+    with pytest.raises(ValidationError, match="cache_tokens"):
+        ANY.validate_python({"kind": "vllm", "python": "p", "cache_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kind": "vllm"}, "set python to start a server, or url"),
+        ({"kind": "vllm", "python": "p", "url": "http://a"}, "and not both"),
+        ({"kind": "vllm", "url": "http://a", "args": ["--x"]}, "runs already"),
+        ({"kind": "vllm", "python": "p", "args": ["--dtype=half"]}, "LongArc sets itself"),
+        ({"kind": "vllm", "python": "p", "args": ["--max_model_len", "9"]}, "LongArc sets itself"),
+        ({"kind": "sglang", "python": "p", "args": ["--tp-size=2"]}, "LongArc sets itself"),
+        ({"kind": "sglang", "python": "p", "update_from": "distributed"}, "needs group_address"),
+        ({"kind": "sglang", "python": "p", "group_address": "a:1"}, "only used by"),
+        ({"kind": "sglang", "python": "p", "device": "cuda:1"}, "is not used by"),
+        ({"kind": "vllm", "url": "a:1"}, "https"),
+        ({"kind": "llama.cpp"}, "'embedded', 'vllm', 'sglang'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_with_the_way_out(settings, reason):
+    with pytest.raises(ValidationError, match=reason):
+        ANY.validate_python(settings)
+
+
+def test_the_bound_of_the_probe_follows_the_dtype_unless_it_is_given():
+    def bound(**settings):
+        return VllmConfig(kind="vllm", python="p", **settings).probe_bound
+
+    assert bound() == 0.002
+    assert bound(dtype="bfloat16") == 0.15
+    assert bound(dtype="bfloat16", max_probe_gap=0.03) == 0.03

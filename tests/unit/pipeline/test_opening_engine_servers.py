@@ -1,0 +1,173 @@
+"""What a stage asks of the servers that its recipe names."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fakes import FakeWorkerEngine
+from longarc.config.engine import EngineConfig
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
+from longarc.engine.remote import RemoteEngine
+from longarc.engine.server import DoorSettings, EngineDoor
+from longarc.engine.wire import EngineDescription
+from longarc.errors import ConfigError, EngineLostError
+from longarc.gateway.server import bound_socket, serving
+from longarc.models.build import build_model
+from longarc.models.hf_weights import save_pretrained_dir, save_weights
+from longarc.pipeline.engines import engine_servers
+from longarc.pipeline.serve_engine import EngineServerSettings, serve_engine
+from longarc.pipeline.workspace import load_checkpoint
+from longarc.records.sampling import Sampling
+from longarc.runs.directory import RunDirectory
+from model_cases import small_glm
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
+SERVER = EngineServerSettings(
+    stage=None,
+    attention=None,
+    host="127.0.0.1",
+    port=0,
+    api_key="k",
+    num_ranks=1,
+    max_context_tokens=64,
+    drain_s=0.0,
+)
+
+
+@pytest.fixture
+def recipe():
+    return load_settings(Recipe, RECIPE)
+
+
+@pytest.fixture
+def run(tmp_path, recipe):
+    """Return a run whose stage ``sft`` is finished with version 3, attending sparsely."""
+    model = build_model(small_glm(), seed=0)
+    path = tmp_path / "run"
+    with RunDirectory.create(path, recipe=recipe.model_dump(mode="json"), seeds={}) as opened:
+        directory = opened.stage("sft")
+        directory.set_final(
+            directory.writer(keep_last=1).write(
+                lambda place: save_weights(model, place / "model.safetensors"),
+                kind="policy",
+                stage="sft",
+                step=1,
+                policy_version=3,
+                model=model.config.model_dump(mode="json"),
+                tokenizer_sha256=None,
+                info={"attention": "sparse"},
+            )
+        )
+    return path
+
+
+@pytest.fixture
+def loaded(run):
+    path = RunDirectory.look(run).stage("sft").final()
+    assert path is not None
+    return load_checkpoint(path)
+
+
+@pytest.fixture
+def described(loaded):
+    return EngineDescription(
+        model=loaded.model.config.model_dump(mode="json"),
+        attention="sparse",
+        max_context_tokens=512,
+        num_ranks=2,
+    )
+
+
+@asynccontextmanager
+async def opened(loaded, described, ranks):
+    door = EngineDoor(ranks, described, DoorSettings(api_key="k"))
+    async with serving(door.app(), bound_socket()) as address:
+        engine = EngineConfig(servers=(address,))
+        async with engine_servers(engine, loaded, max_context_tokens=512, seed=0) as router:
+            yield router
+
+
+async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
+    loaded, described, monkeypatch
+):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    ranks = FakeWorkerEngine(token_s=0), FakeWorkerEngine(token_s=0)
+    async with opened(loaded, described, ranks) as router:
+        async for piece in router.stream([1], Sampling(max_new_tokens=2), session_id="s"):
+            assert piece.policy_version == 3
+    for rank in ranks:
+        assert rank.updates == [(str(loaded.path / "model.safetensors"), 3)]
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("", {}, "LONGARC_ENGINE_KEY"),
+        ("wrong", {}, "refuses the key"),
+        ("k", {"attention": "dense"}, "attends dense, the checkpoint .* is to attend sparse"),
+        ("k", {"max_context_tokens": 511}, "room for 511 tokens, the stage asks for 512"),
+        ("k", {"model": {"family": "llama"}}, "serves another model"),
+    ],
+)
+async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anything(
+    loaded, described, monkeypatch, key, change, message
+):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", key)
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    with pytest.raises(ConfigError, match=message):
+        async with opened(loaded, replace(described, **change), ranks):
+            pass
+    assert [rank.updates for rank in ranks] == [[], []]
+
+
+async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    with bound_socket() as free:
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    routed = EngineConfig(servers=(address,))
+    with pytest.raises(EngineLostError, match="cannot be reached"):
+        async with engine_servers(routed, loaded, max_context_tokens=512, seed=0):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stage": "distill"}, r"--stage 'distill' of .* finished training stages are \['sft'\]"),
+        ({"attention": "dense"}, "its checkpoints know how they attend"),
+    ],
+)
+async def test_a_run_says_what_of_it_can_be_served(run, recipe, change, message):
+    with pytest.raises(ConfigError, match=message):
+        await serve_engine(run, recipe, replace(SERVER, **change), stop=None, on_ready=print)
+
+
+async def test_a_hugging_face_directory_is_served(tmp_path):
+    model = build_model(small_glm(), seed=0)
+    save_pretrained_dir(model, tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, attention="sparse", num_ranks=2)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+        )
+        async with RemoteEngine(await ready, api_key="k", rank=1) as engine:
+            described = await engine.describe()
+            scores = await engine.score([1, 2, 3])
+        stop.set()
+    assert described.model == model.config.model_dump(mode="json")
+    assert (described.attention, described.max_context_tokens, described.num_ranks) == (
+        "sparse",
+        64,
+        2,
+    )
+    assert len(scores) == 3
+
+
+async def test_a_hugging_face_directory_has_no_stages(tmp_path):
+    with pytest.raises(ConfigError, match="which is no run"):
+        await serve_engine(tmp_path, None, replace(SERVER, stage="sft"), stop=None, on_ready=print)
