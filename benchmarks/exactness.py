@@ -1,7 +1,8 @@
 """Engine against trainer at lag 0: do both compute the same log-probability for every sampled token?
 
 The embedded engine samples 10,000 tokens from ``longarc-nano`` with mixed prompt lengths, prompts shared in
-groups (prefix hits), requests that come and go, and contexts beyond ``index_topk``. The trainer then scores
+groups (prefix hits), requests that come and go, contexts beyond ``index_topk``, and so few pages that sequences
+are preempted and computed again. The trainer then scores
 the same tokens, packed at random, shared prompts computed once. A token that differs by more than
 1e-5 nats is counted as a flip of its key selection.
 
@@ -24,7 +25,7 @@ from longarc.models.decoder_base import Decoder
 from longarc.models.kernels.native import native
 from longarc.models.layout import Layout, Span
 from longarc.models.projection import token_logprobs
-from longarc.records.sampling import Sampling
+from longarc.records.sampling import EngineHealth, Sampling
 
 TOLERANCE = 1e-5
 """Largest difference of a log-probability [nats] with equal key selection."""
@@ -53,11 +54,15 @@ def make_model(seed: int) -> Decoder:
     return model
 
 
-async def roll_out(model: Decoder, num_tokens: int, seed: int) -> list[Sample]:
-    """Sample completions in groups of four with one prompt, a random number of groups at a time."""
+async def roll_out(model: Decoder, num_tokens: int, seed: int) -> tuple[list[Sample], EngineHealth]:
+    """Sample completions in groups of four with one prompt, a random number of groups at a time.
+
+    Returns:
+        the completions, and what the engine said of itself at the end.
+    """
     rng = random.Random(seed)
     samples: list[Sample] = []
-    config = EngineConfig(cache_tokens=10_240, max_running=32, max_prefill_tokens=128)
+    config = EngineConfig(cache_tokens=2048, page_tokens=16, max_running=32, max_prefill_tokens=128)
 
     async def complete(prompt: list[int], session: str, length: int, sample_seed: int) -> None:
         sampling = Sampling(max_new_tokens=length, seed=sample_seed)
@@ -79,7 +84,8 @@ async def roll_out(model: Decoder, num_tokens: int, seed: int) -> list[Sample]:
                         length = rng.randint(1, 120)
                         name = f"{len(prompt)}-{rng.random()}-{member}"
                         group.create_task(complete(prompt, name, length, rng.getrandbits(32)))
-    return samples
+        health = await engine.health()
+    return samples, health
 
 
 @torch.no_grad()
@@ -131,7 +137,7 @@ def main() -> None:
     num_tokens = 500 if options.quick else options.tokens
 
     model = make_model(options.seed)
-    samples = asyncio.run(roll_out(model, num_tokens, options.seed))
+    samples, health = asyncio.run(roll_out(model, num_tokens, options.seed))
     behaviour = torch.tensor([p for sample in samples for p in sample.logprobs])
     policy = torch.tensor(trainer_logprobs(model, samples, options.seed))
     difference = (policy - behaviour).abs()
@@ -143,7 +149,7 @@ def main() -> None:
     print(
         f"native kernels: {'yes' if native() else 'no'}; {len(samples)} completions, "
         f"{len(behaviour)} tokens, {beyond} behind prompts longer than index_topk, "
-        f"{cached} prompt tokens from the prefix cache, "
+        f"{cached} prompt tokens from the prefix cache, {health.num_preemptions} preemptions, "
         f"mean log-probability {float(behaviour.mean()):.2f}"
     )
     table = Table()

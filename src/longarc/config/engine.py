@@ -19,8 +19,8 @@ class EngineConfig(Settings):
     """LongArc's own engine, in its own process."""
     cache_tokens: int = Field(65_536, ge=16)
     """Tokens whose rows the cache holds, those of running sequences and those that are kept for reuse [tokens]. Costs that
-    many times the bytes that a token leaves in the cache, which ``longarc models info`` tells; the system gives memory
-    as it is written to."""
+    many times the bytes that a token leaves in the cache, which ``longarc models info`` tells; beyond 256 MiB memory is
+    only used when it is first written to."""
     page_tokens: int = Field(64, ge=16)
     """Tokens of a page of the cache, the unit in which rows are shared and given away [tokens]; a power of two."""
     max_running: int = Field(64, ge=1)

@@ -196,6 +196,11 @@ class Fleet:
             num_sampled_tokens=sum(health.num_sampled_tokens for health in found),
             num_prompt_tokens=sum(health.num_prompt_tokens for health in found),
             num_cached_tokens=sum(health.num_cached_tokens for health in found),
+            num_recomputed_tokens=sum(health.num_recomputed_tokens for health in found),
+            num_preemptions=sum(health.num_preemptions for health in found),
+            num_free_pages=sum(health.num_free_pages for health in serving),
+            num_cached_pages=sum(health.num_cached_pages for health in serving),
+            num_used_pages=sum(health.num_used_pages for health in serving),
             busy_s=sum(health.busy_s for health in found) / len(self.workers),
         )
 

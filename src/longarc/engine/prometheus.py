@@ -17,13 +17,27 @@ _ENGINE: dict[str, tuple[str, _Kind, str]] = {
     "is_ready": ("ready", "gauge", "1 while the engine takes requests."),
     "policy_version": ("policy_version_steps", "gauge", "Optimizer steps in the weights in use."),
     "num_running": ("running_requests", "gauge", "Requests being computed."),
-    "num_waiting": ("waiting_requests", "gauge", "Requests that wait for a slot."),
+    "num_waiting": ("waiting_requests", "gauge", "Requests that wait for a seat or for pages."),
     "num_sampled_tokens": ("sampled_tokens_total", "counter", "Tokens sampled."),
     "num_prompt_tokens": ("prompt_tokens_total", "counter", "Prompt tokens asked for."),
     "num_cached_tokens": ("cached_tokens_total", "counter", "Prompt tokens found in the cache."),
+    "num_recomputed_tokens": (
+        "recomputed_tokens_total",
+        "counter",
+        "Tokens computed again after a preemption.",
+    ),
+    "num_preemptions": ("preemptions_total", "counter", "Times a sequence gave up its pages."),
+    "num_free_pages": ("free_pages", "gauge", "Pages of the cache that hold nothing."),
+    "num_cached_pages": ("cached_pages", "gauge", "Pages that nobody uses, kept for reuse."),
+    "num_used_pages": ("used_pages", "gauge", "Pages of running sequences."),
+    "prefill_tokens_saved_frac": (
+        "prefill_tokens_saved_frac",
+        "gauge",
+        "Share of the prompt tokens asked for that did not have to be computed.",
+    ),
     "busy_s": ("busy_seconds_total", "counter", "Time spent computing."),
 }
-"""Fields of `EngineHealth`: name behind ``longarc_engine_``, kind and help."""
+"""What `EngineHealth` tells: name behind ``longarc_engine_``, kind and help."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -88,6 +88,8 @@ class Worker:
             num_sampled_tokens=now.num_sampled_tokens + before.num_sampled_tokens,
             num_prompt_tokens=now.num_prompt_tokens + before.num_prompt_tokens,
             num_cached_tokens=now.num_cached_tokens + before.num_cached_tokens,
+            num_recomputed_tokens=now.num_recomputed_tokens + before.num_recomputed_tokens,
+            num_preemptions=now.num_preemptions + before.num_preemptions,
             busy_s=now.busy_s + before.busy_s,
         )
 

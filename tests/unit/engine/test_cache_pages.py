@@ -96,6 +96,22 @@ def test_pages_at_fault_are_found_by_nobody():
     assert counts(pool) == (4, 0, 0)
 
 
+def test_a_page_that_was_cut_is_found_for_what_it_still_holds_and_not_at_all_when_it_is_gone():
+    pool = PagePool(2, SIZE, salt="0")
+    tokens = ids(*range(16))
+    pages = stored(pool, tokens)
+    pool.drop(pages)
+    assert pool.can_go_on(pages[0], tokens)
+    assert not pool.can_go_on(pages[0], ids(*range(15), 99))
+    pool.hold(pages)
+    assert not pool.can_go_on(pages[0], tokens)
+    pool.cut(pages[0], 15)
+    assert pool.find(tokens).length == 15
+    pool.drop(pages)
+    pool.take(2)
+    assert pool.find(tokens).length == 0
+
+
 def test_pages_that_follow_each_other_are_preferred():
     pool = PagePool(8, SIZE, salt="0")
     first = pool.take(2)

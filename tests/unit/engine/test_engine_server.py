@@ -294,6 +294,8 @@ async def test_metrics_are_in_the_format_of_prometheus():
     assert "# TYPE longarc_engine_sampled_tokens_total counter" in lines
     assert 'longarc_engine_sampled_tokens_total{rank="0"} 6.0' in lines
     assert 'longarc_engine_policy_version_steps{rank="1"} 2.0' in lines
+    assert "# TYPE longarc_engine_preemptions_total counter" in lines
+    assert 'longarc_engine_prefill_tokens_saved_frac{rank="0"} 0.0' in lines
     assert 'longarc_server_streams_total{end="length"} 1.0' in lines
     samples = [line for line in lines if not line.startswith("#")]
     assert all(len(line.split()) == 2 and float(line.split()[1]) >= 0 for line in samples)

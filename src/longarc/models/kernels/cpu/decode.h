@@ -309,10 +309,16 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
         if (!choose_best(scores.data(), num_keys, seen.num, selected)) selected[0] = -1;
     }
     if (selects && selected[0] < 0) seen.num = 0;
-    for (int64_t j = 0; j < seen.num; j++) {
-        const int64_t position = selects ? selected[j] : j;
-        const int64_t page = pages[position >> rows.page_shift], place = position & (size - 1);
-        seen.latents[j] = layer.latents + (page * size + place) * dim;
+    if (selects) {
+        for (int64_t j = 0; j < seen.num; j++) {
+            const int64_t page = pages[selected[j] >> rows.page_shift], place = selected[j] & (size - 1);
+            seen.latents[j] = layer.latents + (page * size + place) * dim;
+        }
+        return;
+    }
+    for (int64_t at = 0; at < seen.num; at += size) {
+        const float* page = layer.latents + pages[at >> rows.page_shift] * size * dim;
+        for (int64_t j = at; j < std::min(seen.num, at + size); j++, page += dim) seen.latents[j] = page;
     }
 }
 
