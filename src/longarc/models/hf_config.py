@@ -71,7 +71,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     values.update(no_tokens)
     values["num_key_value_heads"] = config.num_attention_heads
     values["head_dim"] = config.qk_rope_head_dim
-    values["indexer_types"] = config.indexer_kinds
+    values["indexer_types"] = list(config.indexer_kinds)
     return {**_GLM_FIXED, **values}
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from longarc.models.build import build_model
+from longarc.models.hf_config import config_to_hf
 from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
@@ -117,3 +118,11 @@ def test_a_model_that_shares_indexers_has_the_logits_of_transformers(schedule, t
     ours_logits, reference_logits = logits_of_both(ours, reference, make_ids(80))
     assert reference_logits.std() > 0.3
     torch.testing.assert_close(ours_logits, reference_logits, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_transformers_takes_the_settings_without_a_file_between(frequency):
+    transformers = pytest.importorskip("transformers")
+    values = config_to_hf(small_glm(index_topk_freq=frequency), dtype="float32")
+    config = transformers.GlmMoeDsaConfig(**values)
+    assert config.indexer_types == list(small_glm(index_topk_freq=frequency).indexer_kinds)
