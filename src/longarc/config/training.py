@@ -10,6 +10,10 @@ LayerChoice: TypeAlias = Literal["none", "all"] | int | tuple[int, ...]
 """Some layers of a model: none, all, every n-th (a number n of at least 2: 0, n, 2n, ...) or a list."""
 
 
+MuonDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
+"""What the iteration of Muon computes in."""
+
+
 class OptimizerConfig(Settings):
     """Muon (matrices, split by head and expert) beside AdamW (everything else)."""
 
@@ -25,6 +29,9 @@ class OptimizerConfig(Settings):
     """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's Nesterov momentum; GLM-4.5."""
+    muon_dtype: MuonDtype = "auto"
+    """What Muon's iteration computes in: ``auto`` is bfloat16 on a GPU and, on a CPU, the dtype of the weights, which
+    is the reference; ``bfloat16`` is several times faster on CPUs that multiply it natively, and slower on others."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's first-moment decay."""
     beta2: float = Field(0.95, ge=0, lt=1)

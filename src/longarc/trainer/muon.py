@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longarc.config.training import MuonDtype
 from longarc.trainer.optim_rules import MuonRule
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -23,6 +24,8 @@ UPDATE_RMS = 0.2
 """Root mean square of a full-rank update, that of AdamW in practice; Moonlight (arXiv:2502.16982)."""
 _CACHED_ELEMENTS = 1 << 17
 """On a CPU, matrices are iterated in chunks that stay in the second-level cache: twice as fast as all at once."""
+_CACHED_HALVES = 1 << 19
+"""The same in bf16, whose products are so fast that a call for fewer is felt."""
 _LAUNCHED_ELEMENTS = 1 << 26
 """On a GPU, chunks only bound the memory of the iteration, here to about half a GiB."""
 
@@ -40,7 +43,7 @@ def orthogonalise(matrices: Float[Tensor, "n a b"]) -> Float[Tensor, "n a b"]:
 
 
 def orthogonal_stacks(
-    stacks: Sequence[Float[Tensor, "_n _a _b"]], run: Run
+    stacks: Sequence[Float[Tensor, "_n _a _b"]], run: Run, dtype: MuonDtype = "auto"
 ) -> list[Float[Tensor, "_n _a _b"]]:
     """Orthogonalise each matrix of each stack; those of one shape go together, wide or tall."""
     by_shape: dict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
@@ -49,7 +52,9 @@ def orthogonal_stacks(
         by_shape[wide.shape[1], wide.shape[2]].append((index, wide))
     together = [torch.cat([wide for _, wide in members]) for members in by_shape.values()]
     results = list(stacks)
-    for members, done in zip(by_shape.values(), _iterated_stacks(together, run), strict=True):
+    for members, done in zip(
+        by_shape.values(), _iterated_stacks(together, run, dtype), strict=True
+    ):
         pieces = torch.split(done, [len(wide) for _, wide in members])
         for (index, _), piece in zip(members, pieces, strict=True):
             results[index] = piece.mT if _is_tall(stacks[index]) else piece
@@ -61,28 +66,35 @@ def update_scale(num_rows: int, num_columns: int) -> float:
     return UPDATE_RMS * math.sqrt(max(num_rows, num_columns))
 
 
-def iteration_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """Return what the iteration computes in: bf16 on a GPU, which suffices, else the dtype given.
+def iteration_dtype(
+    device_type: str, dtype: torch.dtype, chosen: MuonDtype = "auto"
+) -> torch.dtype:
+    """Return what the iteration of matrices of ``dtype`` computes in.
 
-    A CPU multiplies fp32 faster than bf16 and its results are the reference.
+    By itself: bf16 on a GPU, which suffices, else the dtype given. Most CPUs multiply fp32 faster than bf16, and its
+    results are the reference.
     """
-    return torch.bfloat16 if device_type == "cuda" else dtype
+    if chosen == "float32":
+        return torch.promote_types(dtype, torch.float32)
+    return torch.bfloat16 if chosen == "bfloat16" or device_type == "cuda" else dtype
 
 
 def _is_tall(stack: Tensor) -> bool:
     return stack.shape[1] > stack.shape[2]
 
 
-def _iterated_stacks(stacks: Sequence[Tensor], run: Run) -> list[Tensor]:
-    chunks = [_scaled_chunks(stack) for stack in stacks]
+def _iterated_stacks(stacks: Sequence[Tensor], run: Run, dtype: MuonDtype) -> list[Tensor]:
+    chunks = [_scaled_chunks(stack, dtype) for stack in stacks]
     done = iter(run(_iterated, chain.from_iterable(chunks)))
     return [torch.cat([next(done) for _ in own]) for own in chunks]
 
 
-def _scaled_chunks(stack: Tensor) -> tuple[Tensor, ...]:
-    limit = _CACHED_ELEMENTS if stack.device.type == "cpu" else _LAUNCHED_ELEMENTS
+def _scaled_chunks(stack: Tensor, dtype: MuonDtype) -> tuple[Tensor, ...]:
     scaled = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp_min(1e-7)
-    scaled = scaled.to(iteration_dtype(stack.device.type, stack.dtype))
+    scaled = scaled.to(iteration_dtype(stack.device.type, stack.dtype, dtype))
+    limit = _CACHED_HALVES if scaled.dtype == torch.bfloat16 else _CACHED_ELEMENTS
+    if stack.device.type != "cpu":
+        limit = _LAUNCHED_ELEMENTS
     chunks: tuple[Tensor, ...] = scaled.split(max(1, limit // (stack.shape[1] * stack.shape[2])))
     return chunks
 
@@ -129,6 +141,7 @@ class Muon:
         *,
         momentum: float,
         weight_decay: float,
+        dtype: MuonDtype = "auto",
         run: Run = map,
     ) -> None:
         """Start with zero momenta.
@@ -137,12 +150,14 @@ class Muon:
             parameters: by name, with the matrices that each consists of.
             momentum: Nesterov momentum, below 1.
             weight_decay: decoupled, times the rate.
+            dtype: what the iteration computes in.
             run: how chunks of matrices are iterated.
         """
         self._parameters = [parameter for parameter, _ in parameters.values()]
         self._rules = [rule for _, rule in parameters.values()]
         self._momenta = {name: torch.zeros_like(p) for name, (p, _) in parameters.items()}
         self._momentum, self._weight_decay, self._run = momentum, weight_decay, run
+        self._dtype: MuonDtype = dtype
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -155,7 +170,9 @@ class Muon:
             [m for t, rule in zip(ts, self._rules, strict=True) for m in _matrices(t, rule)]
             for ts in (parameters, updates)
         )
-        for target, update in zip(targets, orthogonal_stacks(sources, self._run), strict=True):
+        for target, update in zip(
+            targets, orthogonal_stacks(sources, self._run, self._dtype), strict=True
+        ):
             target.add_(update, alpha=-lr * update_scale(target.shape[1], target.shape[2]))
 
     def reset(self) -> None:

@@ -157,6 +157,7 @@ class MuonAdamW:
                 self._matrices,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
+                dtype=config.muon_dtype,
                 run=run,
             )
         # Here, because DTensor takes a second to import, and most trainers have no other rank.
@@ -166,6 +167,7 @@ class MuonAdamW:
             self._matrices,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
+            dtype=config.muon_dtype,
             process_group=self._process_group,
             run=run,
         )

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 # The only place that knows the layout of uneven and strided shards; torchtitan uses it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from longarc.config.training import MuonDtype
 from longarc.errors import ContractError
 from longarc.trainer.muon import Run, iteration_dtype, nesterov, orthogonal_stacks, update_scale
 from longarc.trainer.optim_rules import MuonRule
@@ -50,6 +51,7 @@ class OwnedMuon:
         momentum: float,
         weight_decay: float,
         process_group: ProcessGroup,
+        dtype: MuonDtype = "auto",
         run: Run = map,
     ) -> None:
         """Agree on the owners; all ranks must call this together.
@@ -59,6 +61,7 @@ class OwnedMuon:
             momentum: Nesterov momentum, below 1.
             weight_decay: decoupled, times the rate.
             process_group: the ranks that hold the parameters.
+            dtype: what the iteration computes in.
             run: how chunks of matrices are iterated.
 
         Raises:
@@ -83,7 +86,7 @@ class OwnedMuon:
             ),
         )
         self._buckets = [
-            _Bucket(matrices, self._parameters[matrices[0].name], process_group)
+            _Bucket(matrices, self._parameters[matrices[0].name], process_group, dtype)
             for matrices in _in_buckets(planned, self._parameters, process_group.size())
         ]
 
@@ -214,8 +217,13 @@ class _Bucket:
     """Matrices that travel together, and the momenta of those that this rank owns."""
 
     def __init__(
-        self, matrices: Sequence[OwnedMatrix], like: Tensor, process_group: ProcessGroup
+        self,
+        matrices: Sequence[OwnedMatrix],
+        like: Tensor,
+        process_group: ProcessGroup,
+        dtype: MuonDtype,
     ) -> None:
+        self._dtype: MuonDtype = dtype
         rank = process_group.rank()
         by_shape: dict[tuple[int, int], list[OwnedMatrix]] = defaultdict(list)
         for matrix in matrices:
@@ -245,7 +253,7 @@ class _Bucket:
         """Gradients."""
         self.to_holders = exchange(
             (_Parcel(m, box, m.owner, rank) for m in matrices for rank, box in m.holders),
-            iteration_dtype(device.type, like.dtype),
+            iteration_dtype(device.type, like.dtype, dtype),
         )
         """Updates, in the dtype that they are computed in."""
         self._to_first = exchange((_Parcel(m, m.box, m.owner, 0) for m in matrices), like.dtype)
@@ -259,7 +267,9 @@ class _Bucket:
             self._part(stacks, parcel).copy_(part)
         if not stacks:
             return partial(self._part, stacks)
-        updates = orthogonal_stacks(nesterov(stacks, self.momenta, momentum=momentum), run)
+        updates = orthogonal_stacks(
+            nesterov(stacks, self.momenta, momentum=momentum), run, self._dtype
+        )
         return partial(self._part, updates)
 
     def gather_momenta(self) -> Iterator[tuple[_Parcel, Tensor]]:

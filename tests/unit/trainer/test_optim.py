@@ -105,6 +105,31 @@ def test_a_gpu_iterates_in_bf16_and_a_cpu_in_what_it_is_given():
     assert iteration_dtype("cpu", torch.float64) == torch.float64
 
 
+def test_a_recipe_may_choose_what_the_iteration_computes_in():
+    assert iteration_dtype("cpu", torch.float32, "bfloat16") == torch.bfloat16
+    assert iteration_dtype("cuda", torch.float32, "float32") == torch.float32
+    assert iteration_dtype("cuda", torch.bfloat16, "float32") == torch.float32
+
+
+def test_updates_in_bf16_are_those_of_fp32_but_for_their_rounding():
+    updated = {}
+    for dtype in ("auto", "float32", "bfloat16"):
+        model = tiny_model(seed=0)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        config = OptimizerConfig(lr=0.1, weight_decay=0.0, muon_dtype=dtype)
+        optimizer = MuonAdamW(model, model.config, config)
+        generator = torch.Generator().manual_seed(4)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step(0.1)
+        updated[dtype] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+    for name, exact in updated["float32"].items():
+        assert torch.equal(updated["auto"][name], exact)
+        difference = (updated["bfloat16"][name] - exact).norm()
+        assert difference <= 0.05 * exact.norm()
+    assert any(not torch.equal(updated["bfloat16"][n], e) for n, e in updated["float32"].items())
+
+
 @pytest.mark.parametrize("shape", [(5, 16, 64), (3, 64, 48)])
 def test_bf16_comes_as_near_as_torch_does(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
