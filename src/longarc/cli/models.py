@@ -104,9 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _info(source: Path, *, context_length: int | None) -> int:
     from longarc.cli._census import describe
+    from longarc.cli._model_source import hf_config_of
     from longarc.models.census import take_census
 
-    raw = _hf_config_of(source)
+    raw = hf_config_of(source)
     census = take_census(raw)
     for line in describe(census, context_length=context_length or census.anatomy.max_context):
         print(line)
@@ -125,49 +126,6 @@ def _verdict(raw: Mapping[str, Any]) -> str:
     except ConfigError as error:
         return f"no; {error}"
     return "yes"
-
-
-def _hf_config_of(source: Path) -> Mapping[str, Any]:
-    """Return the content of the ``config.json`` that the source has or would be given."""
-    from longarc.cli._recipe import load_recipe, recipe_of_run
-    from longarc.errors import ConfigError
-    from longarc.models.hf_config import config_to_hf
-    from longarc.runs.checkpoint import MANIFEST, read_manifest
-    from longarc.runs.directory import RECIPE
-
-    if source.suffix == ".toml":
-        return config_to_hf(load_recipe(source, []).model, dtype="float32")
-    if (source / MANIFEST).is_file():
-        from longarc.pipeline.workspace import model_config
-
-        return config_to_hf(model_config(read_manifest(source).model), dtype="float32")
-    if (source / RECIPE).is_file():
-        return config_to_hf(recipe_of_run(source).model, dtype="float32")
-    for path in (source, source / "config.json"):
-        if path.suffix == ".json" and path.is_file():
-            return _read_json_object(path)
-    raise ConfigError(
-        f"{source} is no recipe (.toml), checkpoint ({MANIFEST}), run ({RECIPE}), config.json or "
-        f"Hugging Face directory (config.json)"
-    )
-
-
-def _read_json_object(path: Path) -> Mapping[str, Any]:
-    import orjson
-
-    from longarc.errors import ConfigError
-
-    try:
-        content = orjson.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON: {error}; give a config.json of Hugging Face"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} holds a JSON {type(content).__name__}, but a config.json is an object"
-        )
-    return content
 
 
 def _convert(

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from longarc.cli.main import main
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
+from longarc.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "tests" / "unit" / "models" / "configs"
@@ -60,6 +63,44 @@ def test_a_directory_with_a_config_is_a_source_too(capsys, tmp_path):
     config = json.loads((CONFIGS / "glm_5.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert printed(capsys, tmp_path).rstrip().endswith("LongArc builds it: yes")
+
+
+def starting_from(directory, tmp_path):
+    """Write a recipe whose model is that of a directory, which differs from the default one."""
+    path = tmp_path / "from.toml"
+    path.write_text(
+        f"""
+name = "from"
+[initial]
+path = "{directory}"
+[tokenizer]
+path = "{directory}/tokenizer.json"
+[tasks.files]
+path = "longarc.envs.tasks.files:Files"
+[stages.sft]
+kind = "sft"
+num_steps = 1
+tasks = {{ files = {{}} }}
+"""
+    )
+    return path
+
+
+def test_a_recipe_and_a_run_that_start_from_weights_show_the_model_of_these(capsys, tmp_path):
+    (tmp_path / "config.json").write_text((CONFIGS / "glm_4_5.json").read_text())
+    wanted = printed(capsys, tmp_path)
+    recipe = starting_from(tmp_path, tmp_path)
+    assert printed(capsys, recipe) == wanted
+    resolved = load_settings(Recipe, recipe).model_dump(mode="json")
+    with RunDirectory.create(tmp_path / "run", recipe=resolved, seeds={"run": 0}):
+        assert printed(capsys, tmp_path / "run") == wanted
+
+
+def test_a_recipe_whose_weights_are_not_there_is_refused_by_its_key(capsys, tmp_path):
+    assert main(["models", "info", str(starting_from(tmp_path / "gone", tmp_path))]) == 2
+    error = capsys.readouterr().err
+    assert "initial.path = " in error
+    assert "config.json does not exist" in error
 
 
 def test_counting_a_config_does_not_load_torch():
