@@ -121,3 +121,38 @@ def test_what_is_no_model_is_refused(capsys, tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     assert main(["models", "info", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"type": "yarn"}, "no; rope_scaling in config.json does not describe a yarn scaling: "),
+        ({"type": "linear", "factor": 0.5}, "factor: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_scaling_that_is_wrong_is_told_in_one_line(capsys, tmp_path, rope, message):
+    config = json.loads((CONFIGS / "llama_3_1_8b.json").read_text()) | {"rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    last = printed(capsys, tmp_path).rstrip().splitlines()[-1]
+    assert last.startswith("LongArc builds it: no; ")
+    assert message in last
+    assert "pydantic" not in last
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        (["models", "info", "x", "--context"], "1e6", "'1e6' is not a whole number"),
+        (["models", "info", "x", "--context"], "", "'' is not a whole number"),
+        (["models", "share", "x", "--stage", "dsa", "--keep"], "half", "'half' is not a number"),
+        (["serve", "x", "--port"], "http", "'http' is not a whole number"),
+        (["serve", "x", "--temperature"], "hot", "'hot' is not a number"),
+        (["serve", "x", "--drain-s"], "1m", "'1m' is not a number"),
+    ],
+)
+def test_what_is_no_number_is_told_in_words_and_not_by_the_name_of_a_function(
+    option, text, message, capsys
+):
+    with pytest.raises(SystemExit):
+        main([*option, text])
+    assert message in capsys.readouterr().err
