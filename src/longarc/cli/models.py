@@ -117,12 +117,14 @@ def _info(source: Path, *, context_length: int | None) -> int:
 
 
 def _verdict(raw: Mapping[str, Any]) -> str:
-    """Say whether LongArc builds a model that it can count, and if not, why."""
+    """Say whether LongArc builds a model that it can count and reads its weights, and if not, why."""
     from longarc.errors import ConfigError
     from longarc.models.hf_config import config_from_hf
+    from longarc.models.hf_quantisation import quantisation_from_hf
 
     try:
         config_from_hf(raw)
+        quantisation_from_hf(raw)
     except ConfigError as error:
         return f"no; {error}"
     return "yes"

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from longarc.cli.main import main
 from longarc.config.loader import load_settings
 from longarc.config.recipe import Recipe
+from longarc.errors import ConfigError
+from longarc.models.hf_weights import pretrained_config
 from longarc.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[3]
@@ -156,3 +159,25 @@ def test_what_is_no_number_is_told_in_words_and_not_by_the_name_of_a_function(
     with pytest.raises(SystemExit):
         main([*option, text])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama_3_1_8b", "glm_5_2", "glm_4_5"])
+@pytest.mark.parametrize(
+    ("quantisation", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantization_config of method 'gptq'"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size=None"),
+        ("gptq", "quantization_config in config.json is damaged"),
+    ],
+)
+def test_weights_that_no_run_can_read_are_told_and_refused_before_a_run(
+    capsys, tmp_path, name, quantisation, message
+):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    content = json.dumps(config | {"quantization_config": quantisation})
+    (tmp_path / "config.json").write_text(content)
+    last = printed(capsys, tmp_path).rstrip().splitlines()[-1]
+    assert last.startswith("LongArc builds it: no; ")
+    assert message in last
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        pretrained_config(tmp_path)
