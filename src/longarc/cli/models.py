@@ -10,11 +10,14 @@ share    search the layers of a run's stage that can do without an indexer of th
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longarc.cli import _elders, _fetch
 from longarc.cli._exit import ExitCode
 from longarc.cli._numbers import positive_int, share
+
+if TYPE_CHECKING:
+    from longarc.config.recipe import Recipe
 
 SUMMARY = "count, inspect and convert models, and search layers that can share indexers"
 
@@ -141,10 +144,12 @@ def _convert(
 ) -> int:
     import shutil
 
+    from longarc.cli._recipe import recipe_of_run
     from longarc.config.index_share import kinds_of
     from longarc.errors import CheckpointError, ConfigError
     from longarc.models.hf_weights import save_pretrained_dir
     from longarc.models.index_share import with_shared_indexers
+    from longarc.pipeline.stage_checkpoint import final_checkpoint
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
 
@@ -156,12 +161,9 @@ def _convert(
             f"{run_dir} has no {TOKENIZER_FILE}, without which nobody can use the weights; copy it back from "
             f"where the run was made"
         )
-    checkpoint = run.stage(stage).final()
-    if checkpoint is None:
-        raise CheckpointError(
-            f"stage {stage!r} of {run_dir} has no final checkpoint; stages with files: {run.stages()}"
-        )
-    trained_size = None if unrounded else _trained_group_size(run_dir, stage)
+    recipe = recipe_of_run(run_dir)
+    checkpoint = final_checkpoint(recipe, run, stage)
+    trained_size = None if unrounded else _trained_group_size(recipe, stage)
     group_size = _exported_group_size(int4_group_size, trained=trained_size, stage=stage)
     model = load_checkpoint(checkpoint).model
     if pattern is not None:
@@ -180,12 +182,11 @@ def _convert(
     return ExitCode.OK
 
 
-def _trained_group_size(run_dir: Path, stage: str) -> int | None:
+def _trained_group_size(recipe: "Recipe", stage: str) -> int | None:
     """Return the groups in which a stage of a run rounded its experts, if it did."""
-    from longarc.cli._recipe import recipe_of_run
     from longarc.config.stages import SupervisedConfig
 
-    config = recipe_of_run(run_dir).stages.get(stage)
+    config = recipe.stages.get(stage)
     return config.int4_group_size if isinstance(config, SupervisedConfig) else None
 
 

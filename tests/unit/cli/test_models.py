@@ -124,6 +124,38 @@ def test_a_run_that_lost_its_tokenizer_is_refused_before_anything_is_written(run
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("stage", "code", "message"),
+    [
+        (
+            "nope",
+            2,
+            "stage 'nope' of RUN does not exist; name one of the training stages ['pretrain'",
+        ),
+        ("eval", 2, "stage 'eval' of RUN evaluates and has no weights of its own; name one of"),
+        ("initial", 2, "stage 'initial' of RUN does not exist"),
+        ("../..", 2, "does not exist"),
+        (
+            "pretrain",
+            4,
+            "stage 'pretrain' of RUN is not finished: it has no final checkpoint. Finished are ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("action", ["convert", "share"])
+def test_a_stage_without_weights_is_refused_and_those_that_have_some_are_named(
+    run, tmp_path, action, stage, code, message, capsys
+):
+    target = [str(tmp_path / "out")] if action == "convert" else []
+    assert main(["models", action, str(run), *target, "--stage", stage]) == code
+    error = capsys.readouterr().err
+    assert message.replace("RUN", str(run)) in error
+    named = error.partition("[")[2].partition("]")[0]
+    assert "'sft'" in named
+    assert "'eval'" not in named
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_target_that_is_a_file_is_refused(run, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert main(["models", "convert", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 2
