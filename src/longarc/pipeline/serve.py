@@ -47,7 +47,7 @@ async def serve(
     settings: ServeSettings,
     *,
     on_ready: Callable[[str, str], None],
-    on_recorded: Callable[[str, int], None],
+    on_recorded: Callable[[str, int], None] | None = None,
 ) -> None:
     """Serve until the workspace's ``stop`` is set.
 
@@ -96,7 +96,7 @@ class _ServedSessions:
     ledger: Ledger
     gateway: Gateway
     settings: ServeSettings
-    on_recorded: Callable[[str, int], None]
+    on_recorded: Callable[[str, int], None] | None
     _opened_at_s: dict[str, float] = field(default_factory=dict)
     """Start of each open session [seconds since the epoch]."""
 
@@ -147,7 +147,8 @@ class _ServedSessions:
                 session_id, segments, num_turns=num_turns, started_at_s=started_at_s
             )
             self.ledger.complete(trajectory, disposition=Disposition.SERVED)
-            self.on_recorded(session_id, num_turns)
+            if self.on_recorded is not None:
+                self.on_recorded(session_id, num_turns)
 
 
 def _served_trajectory(

@@ -156,6 +156,24 @@ def test_a_stage_without_weights_is_refused_and_those_that_have_some_are_named(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_from_weights_shows_those_it_imported_when_their_directory_is_gone(
+    run, model, tmp_path, capsys
+):
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["initial"] = {"path": str(tmp_path / "gone"), "is_sparse": False}
+    recipe["tokenizer"]["path"] = str(run / "tokenizer.json")
+    del recipe["stages"]["pretrain"]
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    assert main(["models", "info", str(run)]) == 2
+    assert "initial.path = " in capsys.readouterr().err
+    (run / "stages" / "sft").rename(run / "stages" / "initial")
+    assert main(["models", "info", str(run)]) == 0
+    of_run = capsys.readouterr().out
+    (checkpoint,) = (run / "stages" / "initial" / "checkpoints").iterdir()
+    assert main(["models", "info", str(checkpoint)]) == 0
+    assert capsys.readouterr().out == of_run
+
+
 def test_a_target_that_is_a_file_is_refused(run, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert main(["models", "convert", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 2
