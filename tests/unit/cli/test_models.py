@@ -174,6 +174,24 @@ def test_a_run_from_weights_shows_those_it_imported_when_their_directory_is_gone
     assert capsys.readouterr().out == of_run
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"family": "glm_moe_dsa", "hidden_size": 0}}, "hidden_size: Input should be"),
+        ({"model": {"family": "nope"}}, "describes a model that this LongArc does not build"),
+        ({"step": "many"}, "manifest.json is damaged: step: Input should be a valid integer"),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_told_in_one_line(run, change, message, capsys):
+    (checkpoint,) = (run / "stages" / "sft" / "checkpoints").iterdir()
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert main(["models", "info", str(checkpoint)]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert "pydantic" not in line
+
+
 def test_a_target_that_is_a_file_is_refused(run, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert main(["models", "convert", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 2
