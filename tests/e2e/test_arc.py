@@ -176,6 +176,7 @@ def test_what_was_trained_can_be_chatted_with_and_the_session_is_in_the_ledger(f
     with RunDirectory.look(finished).read_ledger() as ledger:
         (row,) = ledger.rows(stage="serve")
     assert row.disposition == "served"
+    assert f"recorded 1 turn: longarc runs show {finished} {row.id}\n" in output
     assert row.num_turns == 1
     shown = output_of("runs", "show", finished, row.id)
     assert str(answer.usage.prompt_tokens) in shown or "assistant" in shown

@@ -5,7 +5,7 @@ import argparse
 
 def positive_int(text: str) -> int:
     """Read a whole number of at least 1."""
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
@@ -13,7 +13,7 @@ def positive_int(text: str) -> int:
 
 def temperature(text: str) -> float:
     """Read a finite number of at least 0."""
-    number = float(text)
+    number = _number(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{number} is not a temperature; 0 and more are")
     return number
@@ -21,7 +21,7 @@ def temperature(text: str) -> float:
 
 def share(text: str) -> float:
     """Read a share, above 0 and at most 1."""
-    number = float(text)
+    number = _number(text)
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{number} is not a share; more than 0 and at most 1 is")
     return number
@@ -29,7 +29,7 @@ def share(text: str) -> float:
 
 def port(text: str) -> int:
     """Read a port number, 0 included."""
-    number = int(text)
+    number = _whole(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{number} is not a port; 0 to 65535 are")
     return number
@@ -37,7 +37,23 @@ def port(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Read a finite time of at least 0."""
-    number = float(text)
+    number = _number(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{number} is not a time; 0 and more seconds are")
     return number
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number; write its digits, as in 1000000"
+        ) from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write it as in 0.5") from error

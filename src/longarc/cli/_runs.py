@@ -1,13 +1,14 @@
 """What a run looks like in one line, on one page and as JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from longarc.errors import CheckpointError
 from longarc.runs.directory import RunDirectory
 from longarc.runs.metrics import read_metrics
 from longarc.runs.reader import LedgerReader
+from longarc.viewer.matrix import read_evaluations
 
 _SHOWN_METRICS = 12
 
@@ -30,7 +31,8 @@ def run_summary(run: RunDirectory) -> dict[str, Any]:
     recipe = run.recipe()
     environments = run.environments()
     metrics = last_metrics(run)
-    names = list(dict.fromkeys([*recipe.get("stages", {}), *run.stages(), *metrics]))
+    planned = list(recipe.get("stages", {}))
+    names = list(dict.fromkeys([*planned, *run.stages(), *metrics]))
     summary: dict[str, Any] = {
         "path": str(run.path),
         "name": recipe.get("name"),
@@ -40,11 +42,17 @@ def run_summary(run: RunDirectory) -> dict[str, Any]:
         "git_commit": environments[-1].get("git_commit") if environments else None,
         "stages": {name: _stage_files(run, name) for name in names},
     }
+    for name, cells in read_evaluations(run).items():
+        stage = recipe.get("stages", {}).get(name, {})
+        if stage.get("kind") == "eval" and _is_filled(cells, stage):
+            summary["stages"][name]["state"] = "done"
     for name in names:
         summary["stages"][name]["metrics"] = metrics.get(name, {})
     if run.ledger_path.exists():
         with run.read_ledger() as ledger:
             summary["stages"] |= _with_ledger(ledger, summary["stages"])
+    for name, stage in summary["stages"].items():
+        stage["is_in_recipe"] = name in planned
     return summary
 
 
@@ -57,6 +65,13 @@ def _stage_files(run: RunDirectory, name: str) -> dict[str, Any]:
         return {"state": f"damaged: {error}", "checkpoints": [c.name for c in checkpoints]}
     state = "done" if final else ("started" if stage.path.exists() else "waiting")
     return {"state": state, "checkpoints": [c.name for c in checkpoints]}
+
+
+def _is_filled(cells: Iterable[Mapping[str, Any]], stage: Mapping[str, Any]) -> bool:
+    """Say whether an eval stage, which leaves no checkpoint, has every result that its recipe asks for."""
+    asked = {(trained, family) for trained in stage["stages"] for family in stage["tasks"]}
+    size = stage["tasks_per_family"]
+    return asked <= {(c["stage"], c["family"]) for c in cells if c["num_tasks"] == size}
 
 
 def _with_ledger(ledger: LedgerReader, stages: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,10 +91,12 @@ def _with_ledger(ledger: LedgerReader, stages: Mapping[str, Any]) -> dict[str, A
 
 
 def run_line(summary: Mapping[str, Any]) -> str:
-    """Return a run in one line."""
-    states = [stage["state"] for stage in summary["stages"].values()]
-    done = states.count("done")
-    current = [name for name, stage in summary["stages"].items() if stage["state"] == "started"]
+    """Return a run in one line; what is no stage of its recipe, as imported weights and chats are, does not count."""
+    states = {
+        name: stage["state"] for name, stage in summary["stages"].items() if stage["is_in_recipe"]
+    }
+    done = list(states.values()).count("done")
+    current = [name for name, state in states.items() if state == "started"]
     where = f", in {current[-1]}" if current else ""
     if summary["running_in"]:
         where += f", running as process {summary['running_in']}"

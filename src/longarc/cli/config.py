@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(show)
     explain = actions.add_parser("explain", help="say what a stage, a section or an option means")
     explain.add_argument(
-        "name", help="agentic_rl, optimizer, max_lag_steps, loop.max_lag_steps ..."
+        "name", help="agentic_rl, optimizer, max_lag_steps, loop.max_lag_steps, stages.sft ..."
     )
     schema = actions.add_parser("schema", help="print all settings")
     schema.add_argument(

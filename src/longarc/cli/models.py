@@ -10,11 +10,14 @@ share    search the layers of a run's stage that can do without an indexer of th
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longarc.cli import _elders, _fetch
 from longarc.cli._exit import ExitCode
 from longarc.cli._numbers import positive_int, share
+
+if TYPE_CHECKING:
+    from longarc.config.recipe import Recipe
 
 SUMMARY = "count, inspect and convert models, and search layers that can share indexers"
 
@@ -104,9 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _info(source: Path, *, context_length: int | None) -> int:
     from longarc.cli._census import describe
+    from longarc.cli._model_source import hf_config_of
     from longarc.models.census import take_census
 
-    raw = _hf_config_of(source)
+    raw = hf_config_of(source)
     census = take_census(raw)
     for line in describe(census, context_length=context_length or census.anatomy.max_context):
         print(line)
@@ -116,58 +120,17 @@ def _info(source: Path, *, context_length: int | None) -> int:
 
 
 def _verdict(raw: Mapping[str, Any]) -> str:
-    """Say whether LongArc builds a model that it can count, and if not, why."""
+    """Say whether LongArc builds a model that it can count and reads its weights, and if not, why."""
     from longarc.errors import ConfigError
     from longarc.models.hf_config import config_from_hf
+    from longarc.models.hf_quantisation import quantisation_from_hf
 
     try:
         config_from_hf(raw)
+        quantisation_from_hf(raw)
     except ConfigError as error:
         return f"no; {error}"
     return "yes"
-
-
-def _hf_config_of(source: Path) -> Mapping[str, Any]:
-    """Return the content of the ``config.json`` that the source has or would be given."""
-    from longarc.cli._recipe import load_recipe, recipe_of_run
-    from longarc.errors import ConfigError
-    from longarc.models.hf_config import config_to_hf
-    from longarc.runs.checkpoint import MANIFEST, read_manifest
-    from longarc.runs.directory import RECIPE
-
-    if source.suffix == ".toml":
-        return config_to_hf(load_recipe(source, []).model, dtype="float32")
-    if (source / MANIFEST).is_file():
-        from longarc.pipeline.workspace import model_config
-
-        return config_to_hf(model_config(read_manifest(source).model), dtype="float32")
-    if (source / RECIPE).is_file():
-        return config_to_hf(recipe_of_run(source).model, dtype="float32")
-    for path in (source, source / "config.json"):
-        if path.suffix == ".json" and path.is_file():
-            return _read_json_object(path)
-    raise ConfigError(
-        f"{source} is no recipe (.toml), checkpoint ({MANIFEST}), run ({RECIPE}), config.json or "
-        f"Hugging Face directory (config.json)"
-    )
-
-
-def _read_json_object(path: Path) -> Mapping[str, Any]:
-    import orjson
-
-    from longarc.errors import ConfigError
-
-    try:
-        content = orjson.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON: {error}; give a config.json of Hugging Face"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} holds a JSON {type(content).__name__}, but a config.json is an object"
-        )
-    return content
 
 
 def _convert(
@@ -181,10 +144,12 @@ def _convert(
 ) -> int:
     import shutil
 
+    from longarc.cli._recipe import recipe_of_run
     from longarc.config.index_share import kinds_of
     from longarc.errors import CheckpointError, ConfigError
     from longarc.models.hf_weights import save_pretrained_dir
     from longarc.models.index_share import with_shared_indexers
+    from longarc.pipeline.stage_checkpoint import final_checkpoint
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
 
@@ -196,12 +161,9 @@ def _convert(
             f"{run_dir} has no {TOKENIZER_FILE}, without which nobody can use the weights; copy it back from "
             f"where the run was made"
         )
-    checkpoint = run.stage(stage).final()
-    if checkpoint is None:
-        raise CheckpointError(
-            f"stage {stage!r} of {run_dir} has no final checkpoint; stages with files: {run.stages()}"
-        )
-    trained_size = None if unrounded else _trained_group_size(run_dir, stage)
+    recipe = recipe_of_run(run_dir)
+    checkpoint = final_checkpoint(recipe, run, stage)
+    trained_size = None if unrounded else _trained_group_size(recipe, stage)
     group_size = _exported_group_size(int4_group_size, trained=trained_size, stage=stage)
     model = load_checkpoint(checkpoint).model
     if pattern is not None:
@@ -220,12 +182,11 @@ def _convert(
     return ExitCode.OK
 
 
-def _trained_group_size(run_dir: Path, stage: str) -> int | None:
+def _trained_group_size(recipe: "Recipe", stage: str) -> int | None:
     """Return the groups in which a stage of a run rounded its experts, if it did."""
-    from longarc.cli._recipe import recipe_of_run
     from longarc.config.stages import SupervisedConfig
 
-    config = recipe_of_run(run_dir).stages.get(stage)
+    config = recipe.stages.get(stage)
     return config.int4_group_size if isinstance(config, SupervisedConfig) else None
 
 

@@ -1,7 +1,8 @@
 """Serve a trained checkpoint over the OpenAI chat-completions protocol, and record every session.
 
-Point any OpenAI client at the printed address. Ctrl-C stops the server and folds the sessions into the
-run's ledger, where ``longarc runs show RUN SESSION`` prints their tokens.
+Point any OpenAI client at the printed address; all requests there are one session, those to .../s/NAME/v1
+the session NAME. Ctrl-C stops the server and folds the sessions into the run's ledger; the commands that
+print their tokens are shown then.
 
 With --engine-only ids go in and ids come out, for the stages of a run whose recipe names the server in
 engine.servers. RUN may be a Hugging Face directory then. The first Ctrl-C (or SIGTERM) lets running
@@ -122,11 +123,15 @@ def _serve_chat(arguments: argparse.Namespace) -> int:
     def on_ready(base_url: str, stage: str) -> None:
         progress.say(f"serving stage {stage!r}: base_url={base_url} api_key={shown_key}")
 
+    def on_recorded(trajectory: str, num_turns: int) -> None:
+        turns = f"{num_turns} turn" + ("" if num_turns == 1 else "s")
+        progress.say(f"recorded {turns}: longarc runs show {arguments.run_dir} {trajectory}")
+
     with open_workspace(recipe, arguments.run_dir, resume=True, progress=progress) as workspace:
 
         async def work() -> None:
             with stopping_on_signals(workspace.stop):
-                await serve(workspace, settings, on_ready=on_ready)
+                await serve(workspace, settings, on_ready=on_ready, on_recorded=on_recorded)
 
         asyncio.run(work())
     return ExitCode.OK

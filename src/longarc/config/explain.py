@@ -6,7 +6,7 @@ of date. ``docs/config.md`` is ``markdown(Recipe)``.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -93,7 +93,8 @@ def find_options(kind: type[Settings], name: str) -> list[Section]:
 
     Args:
         kind: the settings class.
-        name: ``agentic_rl``, ``OptimizerConfig``, ``tokenizer``, ``max_lag_steps``, ``loop.max_lag_steps``.
+        name: ``agentic_rl``, ``OptimizerConfig``, ``tokenizer``, ``max_lag_steps``, ``loop.max_lag_steps``, or
+            a whole key as it stands in a file: ``stages.sft``, ``stages.sft.num_steps``.
 
     Raises:
         ConfigError: nothing is called so; names what is near.
@@ -101,7 +102,9 @@ def find_options(kind: type[Settings], name: str) -> list[Section]:
     schema = Schema(kind)
     every = _sections(schema)
     wanted = name.casefold()
-    whole = [s for s in every if wanted in _names(s)]
+    whole = [s for s in every if wanted in _names(s)] or _at_place(
+        every, wanted, named_freely=False
+    )
     if whole:
         return [_expanded(schema, section) for section in whole[:1]]
     hits = []
@@ -116,6 +119,7 @@ def find_options(kind: type[Settings], name: str) -> list[Section]:
         # A bare name is shown where it is defined, not once more under every place that nests it.
         if options and ("." in name or all("." not in option.key for option in options)):
             hits.append(replace(section, options=options))
+    hits = hits or _with_key_at_place(every, wanted)
     if hits:
         return hits
     known = [n for s in every for n in (*_names(s), *(o.key for o in s.options))]
@@ -230,6 +234,44 @@ def _base_type(schema: Schema, node: Node) -> str:
 def _names(section: Section) -> set[str]:
     places = {place.removesuffix(".NAME").rpartition(".")[2].casefold() for place in section.places}
     return {section.name.casefold(), *(tag.casefold() for tag in section.tags), *places}
+
+
+def _at_place(every: Sequence[Section], place: str, *, named_freely: bool) -> list[Section]:
+    """Return the sections that a whole dotted key leads to."""
+    return [
+        section
+        for section in every
+        if any(
+            re.fullmatch(_place_pattern(section, known, named_freely=named_freely), place)
+            for known in section.places
+        )
+    ]
+
+
+def _place_pattern(section: Section, place: str, *, named_freely: bool) -> str:
+    """Return what a key has to look like to lead to a place.
+
+    A NAME is the user's own. But where it tells kinds apart, most users take the kind for a name, so that it
+    tells which section they mean: ``stages.sft``.
+    """
+    parts = ["[^.]+" if part == "NAME" else re.escape(part.casefold()) for part in place.split(".")]
+    if section.tags and place.endswith(".NAME") and not named_freely:
+        parts[-1] = f"({'|'.join(re.escape(tag.casefold()) for tag in (*section.tags, 'NAME'))})"
+    return r"\.".join(parts)
+
+
+def _with_key_at_place(every: Sequence[Section], name: str) -> list[Section]:
+    """Return the sections where a whole dotted key leads to an option, with that option alone."""
+    place, _, key = name.rpartition(".")
+    for named_freely in (False, True):
+        found = [
+            replace(section, options=options)
+            for section in _at_place(every, place, named_freely=named_freely)
+            if (options := tuple(o for o in section.options if o.key.casefold() == key))
+        ]
+        if found:
+            return found
+    return []
 
 
 def _expanded(schema: Schema, section: Section) -> Section:

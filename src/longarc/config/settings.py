@@ -1,5 +1,6 @@
 """The base of every settings class."""
 
+from collections.abc import Collection
 from reprlib import repr as short_repr
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,15 +18,21 @@ class Settings(BaseModel):
     )
 
 
-def problems_of(error: ValidationError) -> str:
-    """Return in one line what was wrong: field, what it may be, and what it was."""
-    return "; ".join(map(_problem, error.errors(include_url=False)))
+def problems_of(error: ValidationError, *, nulls: Collection[str] = ()) -> str:
+    """Return in one line what was wrong: field, what it may be, and what it was.
+
+    Args:
+        error: what pydantic found.
+        nulls: fields that were there with a null, which was left out because it stands for a default.
+    """
+    return "; ".join(_problem(problem, nulls) for problem in error.errors(include_url=False))
 
 
-def _problem(problem: ErrorDetails) -> str:
+def _problem(problem: ErrorDetails, nulls: Collection[str]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     field = ".".join(map(str, problem["loc"]))
     if not field:
         return message  # a rule between fields belongs to none, and says itself what they were
-    what = "" if problem["type"] == "missing" else f", not {short_repr(problem['input'])}"
-    return f"{field}: {message}{what}"
+    if problem["type"] != "missing":
+        return f"{field}: {message}, not {short_repr(problem['input'])}"
+    return f"{field}: null, but it has no default" if field in nulls else f"{field}: {message}"

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 from longarc.models.elders.chatglm_config import glm_config, read_chatglm_config
+from longarc.models.hf_rope import stated_context
 from longarc.models.hf_shapes import (
     ExpertShape,
     GlmShape,
@@ -92,13 +93,16 @@ def anatomy_of(raw: Mapping[str, Any]) -> Anatomy:
             f"{', '.join(sorted([*_FAMILIES, 'chatglm']))}"
         )
     shape, anatomy = family
+    # A null says the same as a field that is not there: the family's default.
+    said = {name: value for name, value in raw.items() if value is not None}
     try:
-        # A null says the same as a field that is not there: the family's default.
-        return anatomy(shape(**{name: value for name, value in raw.items() if value is not None}))
+        found = anatomy(shape(**said))
     except ValidationError as error:
         raise ConfigError(
-            f"config.json does not describe a model of type {raw['model_type']}: {problems_of(error)}"
+            f"config.json does not describe a model of type {raw['model_type']}: "
+            f"{problems_of(error, nulls=raw.keys() - said.keys())}"
         ) from error
+    return replace(found, max_context=stated_context(raw, found.max_context))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

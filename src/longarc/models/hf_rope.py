@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from longarc.config.rope import RopeScaling, YarnRope
+from longarc.config.settings import problems_of
 from longarc.errors import ConfigError
 
 _SCALING: TypeAdapter[RopeScaling] = TypeAdapter(RopeScaling)
@@ -35,9 +36,7 @@ def rope_from_hf(
     Raises:
         ConfigError: the scaling is not one that LongArc computes, or is not described whole.
     """
-    # Where a file has both, transformers takes the older one.
-    spelling = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    rope = raw.get(spelling) or {}
+    spelling, rope = _said(raw)
     if not isinstance(rope, dict):
         raise ConfigError(
             f"{spelling}={rope!r} in config.json is no object; write it as in "
@@ -47,7 +46,7 @@ def rope_from_hf(
     if theta is None:
         raise ConfigError("config.json names no rope_theta; add rope_parameters.rope_theta")
     _refuse_partial(rope, raw)
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = _kind(rope)
     if kind == "default":
         return theta, None
     if kind not in _SCALED:
@@ -70,6 +69,36 @@ def context_of(max_position_embeddings: int, scaling: RopeScaling | None) -> int
         return max_position_embeddings
     stretched = int(scaling.original_max_position_embeddings * scaling.factor)
     return max(max_position_embeddings, stretched)
+
+
+def stated_context(raw: Mapping[str, Any], max_position_embeddings: int) -> int:
+    """Return the longest context [tokens] of a ``config.json``, also of a family that LongArc does not build.
+
+    A scaling that is not described whole stretches nothing; ``rope_from_hf`` refuses it.
+
+    Args:
+        raw: content of ``config.json``.
+        max_position_embeddings: what it says, or what its family supposes.
+    """
+    spelling, rope = _said(raw)
+    if not isinstance(rope, dict) or _kind(rope) != "yarn":
+        return max_position_embeddings
+    try:
+        scaling = _scaling("yarn", rope, raw, spelling)
+    except ConfigError:
+        return max_position_embeddings
+    return context_of(max_position_embeddings, scaling)
+
+
+def _said(raw: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return under which name a file describes its rotation, and what it says there."""
+    # Where a file has both, transformers takes the older one.
+    spelling = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    return spelling, raw.get(spelling) or {}
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _refuse_partial(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
@@ -101,5 +130,5 @@ def _scaling(
         return _SCALING.validate_python(fields)
     except ValidationError as error:
         raise ConfigError(
-            f"{spelling} in config.json does not describe a {kind} scaling: {error}"
+            f"{spelling} in config.json does not describe a {kind} scaling: {problems_of(error)}"
         ) from error

@@ -26,12 +26,9 @@ from longarc.models.hf_files import (
     write_directory,
     write_file,
 )
-from longarc.models.hf_formats import (
-    Form,
+from longarc.models.hf_formats import Form, form_of, int4_outgoing, is_routed_expert
+from longarc.models.hf_quantisation import (
     Quantisation,
-    form_of,
-    int4_outgoing,
-    is_routed_expert,
     quantisation_from_hf,
     quantisation_to_hf,
 )
@@ -161,9 +158,13 @@ def pretrained_config(directory: Path | str) -> ModelConfig:
 
     Raises:
         CheckpointError: it is missing or damaged.
-        ConfigError: the architecture has a feature that LongArc does not build.
+        ConfigError: the architecture has a feature that LongArc does not build, or the weights are stored in a
+            way that cannot be read.
     """
-    return config_from_hf(_config(Path(directory)))
+    raw = _config(Path(directory))
+    config = config_from_hf(raw)
+    quantisation_from_hf(raw)
+    return config
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -43,7 +43,11 @@ class ServeSettings:
 
 
 async def serve(
-    workspace: Workspace, settings: ServeSettings, *, on_ready: Callable[[str, str], None]
+    workspace: Workspace,
+    settings: ServeSettings,
+    *,
+    on_ready: Callable[[str, str], None],
+    on_recorded: Callable[[str, int], None] | None = None,
 ) -> None:
     """Serve until the workspace's ``stop`` is set.
 
@@ -51,6 +55,8 @@ async def serve(
         workspace: the run.
         settings: what and where.
         on_ready: told the base URL and the stage once requests are answered.
+        on_recorded: told the id and the turns of each session that became a trajectory, also of one that an
+            earlier server left behind.
 
     Raises:
         ConfigError: no stage is finished, or the asked one is not.
@@ -67,7 +73,7 @@ async def serve(
         num_threads=workspace.recipe.threads,
         logs_turns=True,
     ) as served:
-        sessions = _ServedSessions(workspace.ledger, served.gateway, settings)
+        sessions = _ServedSessions(workspace.ledger, served.gateway, settings, on_recorded)
         await sessions.recover()
         access = ServeAccess([settings.api_key], sessions.open)
         app = build_app(
@@ -90,6 +96,7 @@ class _ServedSessions:
     ledger: Ledger
     gateway: Gateway
     settings: ServeSettings
+    on_recorded: Callable[[str, int], None] | None
     _opened_at_s: dict[str, float] = field(default_factory=dict)
     """Start of each open session [seconds since the epoch]."""
 
@@ -140,6 +147,8 @@ class _ServedSessions:
                 session_id, segments, num_turns=num_turns, started_at_s=started_at_s
             )
             self.ledger.complete(trajectory, disposition=Disposition.SERVED)
+            if self.on_recorded is not None:
+                self.on_recorded(session_id, num_turns)
 
 
 def _served_trajectory(

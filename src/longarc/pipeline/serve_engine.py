@@ -148,8 +148,8 @@ def _of_run(run_dir: Path, recipe: Recipe, settings: EngineServerSettings) -> _S
     stage = settings.stage or next(reversed(finished), None)
     if stage not in finished:
         raise ConfigError(
-            f"{'no stage' if stage is None else f'--stage {stage!r}'} of {run_dir} can be served: finished "
-            f"training stages are {list(finished)}"
+            f"{'no stage' if stage is None else f'--stage {stage!r}'} of {run_dir} "
+            f"{'can' if stage is None else 'cannot'} be served: finished training stages are {list(finished)}"
         )
     path = finished[stage]
     loaded = load_checkpoint(path)

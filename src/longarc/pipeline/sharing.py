@@ -10,10 +10,11 @@ import torch
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.config.recipe import Recipe
 from longarc.config.stages import DsaConfig, MidtrainConfig, PretrainConfig
-from longarc.errors import CheckpointError, ConfigError
+from longarc.errors import ConfigError
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.index_share import SharingStep, search_shared_layers
 from longarc.models.projection import token_logprobs
+from longarc.pipeline.stage_checkpoint import final_checkpoint
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
 from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
 from longarc.runs.directory import RunDirectory
@@ -37,15 +38,10 @@ def search_run(
         num_tokens: size of the calibration data [tokens].
 
     Raises:
-        CheckpointError: the stage has no final checkpoint.
-        ConfigError: its attention is dense, or nothing in the run says on which text to measure.
+        CheckpointError: the stage is not finished.
+        ConfigError: there is no such training stage, its attention is dense, or nothing in the run says on which text to measure.
     """
-    checkpoint = run.stage(stage).final()
-    if checkpoint is None:
-        raise CheckpointError(
-            f"stage {stage!r} of {run.path} has no final checkpoint; stages with files: {run.stages()}"
-        )
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(final_checkpoint(recipe, run, stage))
     config = loaded.model.config
     if not isinstance(config, GlmMoeDsaConfig) or loaded.attention == "dense":
         raise ConfigError(

@@ -7,11 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import INITIAL, Recipe
+from longarc.config.settings import problems_of
 from longarc.config.stages import TaskShare
 from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model
@@ -223,8 +224,18 @@ def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) ->
 
 
 def model_config(raw: Mapping[str, object]) -> ModelConfig:
-    """Return the model config that a manifest holds."""
-    return _MODEL_CONFIG.validate_python(raw)
+    """Return the model config that a manifest holds.
+
+    Raises:
+        CheckpointError: this version builds no such model.
+    """
+    try:
+        return _MODEL_CONFIG.validate_python(raw)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"the manifest describes a model that this LongArc does not build: {problems_of(error)}. Use the "
+            f"LongArc that wrote the checkpoint"
+        ) from error
 
 
 def check_fits(tokenizer: Tokenizer, model: ModelConfig) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, ValidationError
 
-from longarc.config.settings import Settings
+from longarc.config.settings import Settings, problems_of
 from longarc.errors import CheckpointError, ResourceError
 from longarc.runs.files import json_document, sync_directory
 
@@ -249,7 +249,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Use an older checkpoint.") from error
+        raise CheckpointError(
+            f"{path} is damaged: {problems_of(error)}. Use an older checkpoint."
+        ) from error
 
 
 def verify(directory: Path) -> Manifest:

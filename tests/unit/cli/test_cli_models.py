@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from longarc.cli.main import main
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
+from longarc.errors import ConfigError
+from longarc.models.hf_weights import pretrained_config
+from longarc.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "tests" / "unit" / "models" / "configs"
@@ -62,6 +68,44 @@ def test_a_directory_with_a_config_is_a_source_too(capsys, tmp_path):
     assert printed(capsys, tmp_path).rstrip().endswith("LongArc builds it: yes")
 
 
+def starting_from(directory, tmp_path):
+    """Write a recipe whose model is that of a directory, which differs from the default one."""
+    path = tmp_path / "from.toml"
+    path.write_text(
+        f"""
+name = "from"
+[initial]
+path = "{directory}"
+[tokenizer]
+path = "{directory}/tokenizer.json"
+[tasks.files]
+path = "longarc.envs.tasks.files:Files"
+[stages.sft]
+kind = "sft"
+num_steps = 1
+tasks = {{ files = {{}} }}
+"""
+    )
+    return path
+
+
+def test_a_recipe_and_a_run_that_start_from_weights_show_the_model_of_these(capsys, tmp_path):
+    (tmp_path / "config.json").write_text((CONFIGS / "glm_4_5.json").read_text())
+    wanted = printed(capsys, tmp_path)
+    recipe = starting_from(tmp_path, tmp_path)
+    assert printed(capsys, recipe) == wanted
+    resolved = load_settings(Recipe, recipe).model_dump(mode="json")
+    with RunDirectory.create(tmp_path / "run", recipe=resolved, seeds={"run": 0}):
+        assert printed(capsys, tmp_path / "run") == wanted
+
+
+def test_a_recipe_whose_weights_are_not_there_is_refused_by_its_key(capsys, tmp_path):
+    assert main(["models", "info", str(starting_from(tmp_path / "gone", tmp_path))]) == 2
+    error = capsys.readouterr().err
+    assert "initial.path = " in error
+    assert "config.json does not exist" in error
+
+
 def test_counting_a_config_does_not_load_torch():
     source = str(CONFIGS / "glm_5_2.json")
     code = (
@@ -80,3 +124,60 @@ def test_what_is_no_model_is_refused(capsys, tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     assert main(["models", "info", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"type": "yarn"}, "no; rope_scaling in config.json does not describe a yarn scaling: "),
+        ({"type": "linear", "factor": 0.5}, "factor: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_scaling_that_is_wrong_is_told_in_one_line(capsys, tmp_path, rope, message):
+    config = json.loads((CONFIGS / "llama_3_1_8b.json").read_text()) | {"rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    last = printed(capsys, tmp_path).rstrip().splitlines()[-1]
+    assert last.startswith("LongArc builds it: no; ")
+    assert message in last
+    assert "pydantic" not in last
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        (["models", "info", "x", "--context"], "1e6", "'1e6' is not a whole number"),
+        (["models", "info", "x", "--context"], "", "'' is not a whole number"),
+        (["models", "share", "x", "--stage", "dsa", "--keep"], "half", "'half' is not a number"),
+        (["serve", "x", "--port"], "http", "'http' is not a whole number"),
+        (["serve", "x", "--temperature"], "hot", "'hot' is not a number"),
+        (["serve", "x", "--drain-s"], "1m", "'1m' is not a number"),
+    ],
+)
+def test_what_is_no_number_is_told_in_words_and_not_by_the_name_of_a_function(
+    option, text, message, capsys
+):
+    with pytest.raises(SystemExit):
+        main([*option, text])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama_3_1_8b", "glm_5_2", "glm_4_5"])
+@pytest.mark.parametrize(
+    ("quantisation", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantization_config of method 'gptq'"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size=None"),
+        ("gptq", "quantization_config in config.json is damaged"),
+    ],
+)
+def test_weights_that_no_run_can_read_are_told_and_refused_before_a_run(
+    capsys, tmp_path, name, quantisation, message
+):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    content = json.dumps(config | {"quantization_config": quantisation})
+    (tmp_path / "config.json").write_text(content)
+    last = printed(capsys, tmp_path).rstrip().splitlines()[-1]
+    assert last.startswith("LongArc builds it: no; ")
+    assert message in last
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        pretrained_config(tmp_path)

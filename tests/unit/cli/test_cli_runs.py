@@ -49,6 +49,46 @@ def test_runs_are_listed_with_how_far_they_are(run, capsys):
     assert capsys.readouterr().out == f"{run}: tiny, 1 of 2 stages done\n"
 
 
+def test_only_stages_of_the_recipe_are_counted(run, capsys):
+    for extra in ("initial", "eval-64"):
+        (run / "stages" / extra).mkdir()
+    sink = open_sinks(run, [], run_name="tiny", recipe={})
+    sink.write(stage="serve", step=0, values={"throughput/tokens_per_s": 1.0})
+    sink.close()
+    assert main(["runs", "list", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}: tiny, 1 of 2 stages done\n"
+    assert main(["runs", "show", str(run), "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [name for name, stage in stages.items() if stage["is_in_recipe"]] == ["rl", "eval"]
+    assert {"initial", "eval-64", "serve"} <= stages.keys()
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ([("rl", "files", 4), ("rl", "format", 4)], "2 of 2 stages done"),
+        ([("rl", "files", 4)], "1 of 2 stages done, in eval"),
+        ([("rl", "files", 4), ("rl", "format", 2)], "1 of 2 stages done, in eval"),
+    ],
+)
+def test_an_evaluation_is_done_when_it_has_all_results_that_were_asked_for(
+    run, cells, said, capsys
+):
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["stages"]["eval"] = {
+        "kind": "eval",
+        "stages": ["rl"],
+        "tasks": {"files": {}, "format": {}},
+        "tasks_per_family": 4,
+    }
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    rows = [{"stage": s, "family": f, "num_tasks": n} for s, f, n in cells]
+    (run / "stages" / "eval").mkdir()
+    (run / "stages" / "eval" / "results.json").write_text(json.dumps({"cells": rows}))
+    assert main(["runs", "list", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}: tiny, {said}\n"
+
+
 def test_a_damaged_run_hides_no_other(run, tmp_path, capsys):
     make_run(tmp_path / "runs" / "b", seed=2)
     (run / "recipe.json").write_text("{")

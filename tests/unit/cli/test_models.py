@@ -124,6 +124,74 @@ def test_a_run_that_lost_its_tokenizer_is_refused_before_anything_is_written(run
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("stage", "code", "message"),
+    [
+        (
+            "nope",
+            2,
+            "stage 'nope' of RUN does not exist; name one of the training stages ['pretrain'",
+        ),
+        ("eval", 2, "stage 'eval' of RUN evaluates and has no weights of its own; name one of"),
+        ("initial", 2, "stage 'initial' of RUN does not exist"),
+        ("../..", 2, "does not exist"),
+        (
+            "pretrain",
+            4,
+            "stage 'pretrain' of RUN is not finished: it has no final checkpoint. Finished are ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("action", ["convert", "share"])
+def test_a_stage_without_weights_is_refused_and_those_that_have_some_are_named(
+    run, tmp_path, action, stage, code, message, capsys
+):
+    target = [str(tmp_path / "out")] if action == "convert" else []
+    assert main(["models", action, str(run), *target, "--stage", stage]) == code
+    error = capsys.readouterr().err
+    assert message.replace("RUN", str(run)) in error
+    named = error.partition("[")[2].partition("]")[0]
+    assert "'sft'" in named
+    assert "'eval'" not in named
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_from_weights_shows_those_it_imported_when_their_directory_is_gone(
+    run, model, tmp_path, capsys
+):
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["initial"] = {"path": str(tmp_path / "gone"), "is_sparse": False}
+    recipe["tokenizer"]["path"] = str(run / "tokenizer.json")
+    del recipe["stages"]["pretrain"]
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    assert main(["models", "info", str(run)]) == 2
+    assert "initial.path = " in capsys.readouterr().err
+    (run / "stages" / "sft").rename(run / "stages" / "initial")
+    assert main(["models", "info", str(run)]) == 0
+    of_run = capsys.readouterr().out
+    (checkpoint,) = (run / "stages" / "initial" / "checkpoints").iterdir()
+    assert main(["models", "info", str(checkpoint)]) == 0
+    assert capsys.readouterr().out == of_run
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"family": "glm_moe_dsa", "hidden_size": 0}}, "hidden_size: Input should be"),
+        ({"model": {"family": "nope"}}, "describes a model that this LongArc does not build"),
+        ({"step": "many"}, "manifest.json is damaged: step: Input should be a valid integer"),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_told_in_one_line(run, change, message, capsys):
+    (checkpoint,) = (run / "stages" / "sft" / "checkpoints").iterdir()
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert main(["models", "info", str(checkpoint)]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert "pydantic" not in line
+
+
 def test_a_target_that_is_a_file_is_refused(run, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert main(["models", "convert", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 2

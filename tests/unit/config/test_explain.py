@@ -88,3 +88,54 @@ def test_a_key_of_any_member_of_a_union_is_explained_by_its_place():
         "SglangConfig",
     }
     assert "LlamaConfig" in {s.name for s in find_options(Recipe, "model.tie_word_embeddings")}
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("model.pattern", "AttentionPattern"),
+        ("engine.routing", "RoutingConfig"),
+        ("stages.sft", "SftConfig"),
+        ("Stages.Agentic_RL", "RlConfig"),
+        ("stages.agentic_rl.loop", "RolloutLoopConfig"),
+        ("stages.anything.loop", "RolloutLoopConfig"),
+        ("tasks.files", "TaskFamilyConfig"),
+    ],
+)
+def test_a_section_is_found_by_its_whole_key(name, section):
+    assert [s.name for s in find_options(Recipe, name)] == [section]
+
+
+def test_every_place_that_is_printed_is_one_that_can_be_asked_for():
+    for section in sections(Recipe):
+        for place in section.places:
+            if place != "(top)":
+                assert find_options(Recipe, place), place
+        options = [(p, o.key) for p in section.places[:1] for o in section.options if p != "(top)"]
+        for place, key in options[:1]:
+            assert find_options(Recipe, f"{place}.{key}"), (place, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("stages.sft.num_steps", ["SftConfig"]),
+        ("stages.sft.optimizer.lr", ["OptimizerConfig"]),
+        ("tasks.files.path", ["TaskFamilyConfig"]),
+    ],
+)
+def test_an_option_is_found_by_its_whole_key(name, names):
+    found = find_options(Recipe, name)
+    assert [s.name for s in found] == names
+    assert [o.key for s in found for o in s.options] == [name.rpartition(".")[2]]
+
+
+def test_an_option_of_a_stage_with_a_name_of_its_own_is_that_of_every_kind_that_has_it():
+    names = {s.name for s in find_options(Recipe, "stages.warm_start.num_steps")}
+    assert {"SftConfig", "PretrainConfig", "MidtrainConfig"} <= names
+
+
+def test_a_whole_key_that_leads_nowhere_is_refused():
+    for name in ("model.patern", "stages.sft.num_step", "stages.eval.loop.nothing"):
+        with pytest.raises(ConfigError, match="nothing is called"):
+            find_options(Recipe, name)

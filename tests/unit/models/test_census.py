@@ -226,7 +226,7 @@ def test_models_of_transformers_have_as_many_parameters(name):
     [
         ({"model_type": "gpt2"}, "'gpt2' .* known: chatglm, glm, glm4, glm4_moe, .*llama"),
         ({"model_type": None}, "None .* known"),
-        ({"q_lora_rank": None}, r"glm_moe_dsa: q_lora_rank: Field required"),
+        ({"q_lora_rank": None}, "glm_moe_dsa: q_lora_rank: null, but it has no default"),
         ({"hidden_size": 0}, "hidden_size: .*greater than 0"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers: .*less than or equal to 10000"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
@@ -249,3 +249,38 @@ def test_heads_that_do_not_divide_the_width_need_a_head_dim():
     raw = config("llama_3_1_8b") | {"num_attention_heads": 33}
     with pytest.raises(ConfigError, match="not a multiple of num_attention_heads=33"):
         take_census(raw)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            }
+        },
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+        # A rotation of part of a head is not built in this family, and is as long all the same.
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "partial_rotary_factor": 0.5},
+    ],
+    ids=["old spelling", "new spelling", "partial"],
+)
+@pytest.mark.parametrize("name", ["llama_3_1_8b", "glm_4_5_air"])
+def test_the_longest_context_of_yarn_is_the_stretched_one(name, rope):
+    raw = config(name) | {"max_position_embeddings": 32768, "rope_scaling": None} | rope
+    assert anatomy_of(raw).max_context == 131_072
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, [1], {"type": "linear", "factor": 4.0}, {"type": "yarn"}, {"type": "yarn", "x": 1}]
+)
+def test_what_stretches_nothing_leaves_the_stated_context(rope):
+    raw = config("llama_3_1_8b") | {"max_position_embeddings": 32768, "rope_scaling": rope}
+    assert anatomy_of(raw).max_context == 32768
+
+
+def test_a_null_without_a_default_is_named_as_a_null():
+    with pytest.raises(ConfigError, match=r"hidden_size: null, but it has no default$"):
+        anatomy_of(config("llama_3_1_8b") | {"hidden_size": None})

@@ -137,7 +137,10 @@ async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stage": "distill"}, r"--stage 'distill' of .* finished training stages are \['sft'\]"),
+        (
+            {"stage": "distill"},
+            r"--stage 'distill' of .* cannot be served: finished training stages are \['sft'\]",
+        ),
         ({"attention": "dense"}, "its checkpoints know how they attend"),
     ],
 )
