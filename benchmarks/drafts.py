@@ -17,6 +17,7 @@ import torch
 from common import Table
 
 from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import MtpLoss, SftConfig
 from longarc.config.training import OptimizerConfig
 from longarc.data.sft import ExpertShare
@@ -108,7 +109,7 @@ def load_start(run_dir: Path, stage: str) -> Start:
     """
     run = RunDirectory.look(run_dir)
     checkpoint = run.stage(stage).final()
-    recipe = Recipe.model_validate(run.recipe())
+    recipe = read_recorded(run.recipe(), source=str(run.path)).recipe
     sft = [name for name, config in recipe.stages.items() if isinstance(config, SftConfig)]
     if checkpoint is None or not sft:
         raise LongArcError(f"{run_dir}: stage {stage!r} is not finished, or there is no sft stage")

@@ -24,9 +24,8 @@ from pathlib import Path
 import torch
 from common import Table
 
-from longarc.config.loader import validated
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import DsaConfig
 from longarc.data.corpora import passages, read_corpus
 from longarc.data.documents import Document, MixedTexts, ShuffledTexts, StreamCursor
@@ -83,7 +82,7 @@ def read_run(path: Path, stage: str) -> Start:
         LongArcError: there is no such run, or the stage is not a finished ``dsa``.
     """
     run = RunDirectory.look(path)
-    recipe = validated(Recipe, run.recipe(), source=str(path))
+    recipe = read_recorded(run.recipe(), source=str(path)).recipe
     config = recipe.stages.get(stage)
     if not isinstance(config, DsaConfig):
         raise ConfigError(

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
@@ -35,7 +37,7 @@ from longarc.pipeline import (
 )
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.workspace import Interrupted, Workspace
-from longarc.runs.directory import RunDirectory
+from longarc.runs.directory import RECIPE, RunDirectory
 from longarc.runs.metrics import open_sinks
 from longarc.trainer.data_parallel import GradientPool
 
@@ -51,12 +53,15 @@ def open_workspace(
     recipe: Recipe, run_dir: Path, *, resume: bool, progress: ProgressLine
 ) -> Iterator[Workspace]:
     """Open a run for writing: its directory, ledger, sinks and processes; all are closed afterwards."""
-    start = RunDirectory.resume if resume else RunDirectory.create
-    with start(run_dir, recipe=recipe.model_dump(mode="json"), seeds={"run": recipe.seed}) as run:
+    content, seeds = recipe.model_dump(mode="json"), {"run": recipe.seed}
+    opened = (
+        RunDirectory.resume(run_dir, recipe=content, seeds=seeds, read=_read_by_this_version)
+        if resume
+        else RunDirectory.create(run_dir, recipe=content, seeds=seeds)
+    )
+    with opened as run:
         ledger = run.open_ledger()
-        sink = open_sinks(
-            run_dir, recipe.sinks, run_name=recipe.name, recipe=recipe.model_dump(mode="json")
-        )
+        sink = open_sinks(run_dir, recipe.sinks, run_name=recipe.name, recipe=content)
         gradients = GradientPool(recipe.threads)
         try:
             yield Workspace(
@@ -72,6 +77,10 @@ def open_workspace(
             gradients.close()
             sink.close()
             ledger.close()
+
+
+def _read_by_this_version(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    return read_recorded(recorded, source=RECIPE).recipe.model_dump(mode="json")
 
 
 async def run_recipe(workspace: Workspace) -> None:

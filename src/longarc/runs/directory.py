@@ -155,6 +155,7 @@ class RunDirectory:
         recipe: Mapping[str, Any],
         seeds: Mapping[str, int],
         harmless: Sequence[str] = HARMLESS_KEYS,
+        read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
         clock: Callable[[], float] = time.time,
     ) -> Self:
         """Continue a run with the recipe it was started with.
@@ -164,6 +165,8 @@ class RunDirectory:
             recipe: the resolved recipe, JSON.
             seeds: every seed the run starts from, by purpose.
             harmless: patterns of dotted keys that may have changed.
+            read: makes of the recorded recipe what is compared: options that are newer than the run at their
+                defaults, and none that are gone. The file stays as it was written.
             clock: wall clock [seconds since the epoch].
 
         Raises:
@@ -177,7 +180,7 @@ class RunDirectory:
             )
         run = cls._locked(path, clock)
         try:
-            changes = recipe_changes(run.recipe(), orjson.loads(orjson.dumps(recipe)))
+            changes = recipe_changes(read(run.recipe()), orjson.loads(orjson.dumps(recipe)))
             refused = {key: c for key, c in changes.items() if not _is_harmless(key, harmless)}
             if refused:
                 raise ConfigError(
