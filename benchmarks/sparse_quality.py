@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Table
+from common import Table, positive
 
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.config.recorded import read_recorded
@@ -233,8 +233,8 @@ def main() -> int:
     )
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--stage", default="dsa")
-    parser.add_argument("--documents", type=int, default=256, help="of held-out text")
-    parser.add_argument("--needles", type=int, default=BAR_NEEDLES)
+    parser.add_argument("--documents", type=positive, default=256, help="of held-out text")
+    parser.add_argument("--needles", type=positive, default=BAR_NEEDLES)
     parser.add_argument("--quick", action="store_true", help="few of everything: does it run?")
     options = parser.parse_args()
     table = Table()
