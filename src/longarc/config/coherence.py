@@ -21,7 +21,7 @@ from longarc.config.stages import (
     TextStageConfig,
 )
 from longarc.config.training import ActivationConfig, chosen_layers
-from longarc.config.transformers_model import TransformersConfig
+from longarc.config.transformers_model import TransformersConfig, model_key
 from longarc.config.transformers_stages import check_stage as check_transformers_stage
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -60,9 +60,9 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
     for name, stage in stages.items():
         for key, num_tokens in _contexts(stage):
             if num_tokens > longest:
+                limit = model_key(model, "max_position_embeddings")
                 raise ValueError(
-                    f"stage {name!r}: {key}={num_tokens} exceeds model.max_position_embeddings="
-                    f"{longest}; lower it or raise model.max_position_embeddings"
+                    f"stage {name!r}: {key}={num_tokens} exceeds {limit}={longest}; lower it or raise {limit}"
                 )
         if not isinstance(stage, EvalConfig):
             _check_activations(name, model, stage.activations)

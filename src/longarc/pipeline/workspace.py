@@ -13,6 +13,7 @@ from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import INITIAL, Recipe
 from longarc.config.stages import TaskShare
+from longarc.config.transformers_model import model_key
 from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -230,9 +231,10 @@ def model_config(raw: Mapping[str, object]) -> ModelConfig:
 def check_fits(tokenizer: Tokenizer, model: ModelConfig) -> None:
     """Refuse a tokenizer with ids that the model has no embedding for."""
     if tokenizer.vocab_size > model.vocab_size:
+        key = model_key(model, "vocab_size")
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids but model.vocab_size={model.vocab_size}: ids above "
-            f"would have no embedding. Raise model.vocab_size or use the model's own tokenizer."
+            f"the tokenizer has {tokenizer.vocab_size} ids but {key}={model.vocab_size}: ids above "
+            f"would have no embedding. Raise {key} or use the model's own tokenizer."
         )
 
 
