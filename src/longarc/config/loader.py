@@ -164,8 +164,10 @@ def _suggestion(
 ) -> str:
     tag, kind, owners = schema.owners(detail["loc"])
     if owners and not schema.below(holder, str(path[-1])):
-        others = " or ".join(f"{tag} = {owner!r}" for owner in owners)
-        return f" with {tag} = {kind!r}; it belongs to {others}: leave it out, or change {tag}"
+        others = " or ".join(map(repr, owners))
+        return (
+            f" with {tag} = {kind!r}; it belongs to {tag} = {others}: leave it out, or change {tag}"
+        )
     near = schema.nearest(holder, str(path[-1]))
     if near:
         before = "".join(f"{key}." for key in path[:-1])
