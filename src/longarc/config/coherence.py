@@ -48,8 +48,15 @@ def check_names(what: str, names: Iterable[str]) -> None:
             )
 
 
-def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
+def check_model_fits(
+    model: ModelConfig, stages: Mapping[str, StageConfig], *, is_given: bool = False
+) -> None:
     """Refuse stages that the model of the recipe cannot do.
+
+    Args:
+        model: shape of the model.
+        stages: of the recipe.
+        is_given: whether a directory decides the shape, so that the recipe has no keys for it.
 
     Raises:
         ValueError: names the stage, the values and what to change.
@@ -62,7 +69,9 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
             if num_tokens > longest:
                 limit = model_key(model, "max_position_embeddings")
                 raise ValueError(
-                    f"stage {name!r}: {key}={num_tokens} exceeds {limit}={longest}; lower it or raise {limit}"
+                    f"stage {name!r}: {key}={num_tokens} exceeds the model's longest context of {longest}; lower it"
+                    if is_given
+                    else f"stage {name!r}: {key}={num_tokens} exceeds {limit}={longest}; lower it or raise {limit}"
                 )
         if not isinstance(stage, EvalConfig):
             _check_activations(name, model, stage.activations)

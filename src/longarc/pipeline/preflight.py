@@ -25,7 +25,7 @@ from longarc.config.stages import (
 from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
-from longarc.models.backbones.classes import transformers_config
+from longarc.models.backbones.classes import check_all_is_read, transformers_config
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
@@ -127,11 +127,11 @@ def _check_start(recipe: Recipe) -> None:
     if recipe.initial is not None:
         model = _check_initial(recipe, recipe.initial)
         if tokenizer is not None:
-            check_fits(tokenizer, model)
+            check_fits(tokenizer, model, is_given=True)
     elif tokenizer is not None:
         check_fits(tokenizer, recipe.model)
     if recipe.initial is None and isinstance(recipe.model, TransformersConfig):
-        transformers_config(recipe.model)  # refuses what transformers does not build
+        check_all_is_read(recipe.model)  # and refuses what transformers does not build
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -156,7 +156,7 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
     if isinstance(model, TransformersConfig):
         transformers_config(model)  # refuses what transformers does not build
     try:
-        check_model_fits(model, recipe.stages)
+        check_model_fits(model, recipe.stages, is_given=True)
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
     return model
