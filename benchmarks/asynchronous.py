@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import Table
+from common import Table, natural, positive
 
 from longarc.config.engine import EngineConfig
 from longarc.config.orchestrator import RolloutLoopConfig
@@ -272,11 +272,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="a finished run")
     parser.add_argument("--stage", default="sft", help="whose final checkpoint all arms start from")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each arm")
-    parser.add_argument("--groups", type=int, default=8, help="groups in one step")
-    parser.add_argument("--group-size", type=int, default=8, help="rollouts in one group")
-    parser.add_argument("--max-lag", type=int, default=3, help="of the asynchronous arm [steps]")
+    parser.add_argument("--seeds", type=natural, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=positive, default=30, help="optimizer steps of each arm")
+    parser.add_argument("--groups", type=positive, default=8, help="groups in one step")
+    parser.add_argument("--group-size", type=positive, default=8, help="rollouts in one group")
+    parser.add_argument(
+        "--max-lag", type=natural, default=3, help="of the asynchronous arm [steps]"
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument(
         "--command-wait",
@@ -285,7 +287,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=[0.0, SLOW_COMMAND_S],
         help="median wait before a command, one mixture each [seconds]",
     )
-    parser.add_argument("--eval-tasks", type=int, default=256, help="held-out tasks for success")
+    parser.add_argument(
+        "--eval-tasks", type=positive, default=256, help="held-out tasks for success"
+    )
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run at all?")
     options = parser.parse_args(arguments)
     if options.quick:

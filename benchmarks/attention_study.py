@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from attention_cells import BASE_SEED, UNTRAINED, VARIANTS, Cell, Study, load, run_cell, train_base
+from common import natural, positive
 
 from longarc.algos.pattern_search import SearchStep
 from longarc.errors import ConfigError, LongArcError
@@ -213,34 +214,38 @@ def parse() -> argparse.Namespace:
         "--stage", default="midtrain", help="whose final checkpoint; one before dsa"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/attention"), help="where results go")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=natural, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
-    parser.add_argument("--window", type=int, default=256, help="[tokens]")
+    parser.add_argument("--window", type=positive, default=256, help="[tokens]")
     parser.add_argument(
-        "--converted", type=int, help="layers that are replaced; default: half of them"
+        "--converted", type=positive, help="layers that are replaced; default: half of them"
     )
-    parser.add_argument("--beam", type=int, default=4)
+    parser.add_argument("--beam", type=positive, default=4)
     parser.add_argument(
-        "--search-length", type=int, default=1024, help="texts of the search [tokens]"
+        "--search-length", type=positive, default=1024, help="texts of the search [tokens]"
     )
     parser.add_argument(
         "--base-steps",
-        type=int,
+        type=natural,
         default=200,
         help="steps in which the checkpoint learns to find needles",
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each variant")
-    parser.add_argument("--context", type=int, default=2048, help="longest training text [tokens]")
-    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument(
+        "--steps", type=positive, default=60, help="optimizer steps of each variant"
+    )
+    parser.add_argument(
+        "--context", type=positive, default=2048, help="longest training text [tokens]"
+    )
+    parser.add_argument("--tokens-per-step", type=positive, default=8192)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4000])
-    parser.add_argument("--texts", type=int, default=16, help="texts of each kind and length")
-    parser.add_argument("--keys", type=int, default=4, help="keys there are in a text")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[256, 512, 1024, 2048, 4000])
+    parser.add_argument("--texts", type=positive, default=16, help="texts of each kind and length")
+    parser.add_argument("--keys", type=positive, default=4, help="keys there are in a text")
     parser.add_argument(
         "--rotate", action="store_true", help="gdn and simple-gdn rotate queries and keys"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="cells computed at once, one thread each"
+        "--jobs", type=positive, default=1, help="cells computed at once, one thread each"
     )
     parser.add_argument("--quick", action="store_true", help="small, to see whether it runs")
     return parser.parse_args()

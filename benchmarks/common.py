@@ -1,5 +1,6 @@
 """What the benchmarks share: the table they print, the processes of peers and the models they are measured on."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -26,6 +27,23 @@ DEEP_LLAMA = LlamaConfig(
     intermediate_size=512,
 )
 """Five million parameters in the proportions of SmolLM2-135M: deep and thin, a third of its width."""
+
+
+def positive(text: str) -> int:
+    """Read a number of things there has to be one of, as ``type`` of an option."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """Read a number that may be 0, a seed say, as ``type`` of an option."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is not at least {least}")
+    return number
 
 
 class Table:

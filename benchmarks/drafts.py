@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from common import Table
+from common import Table, natural, positive
 
 from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import MtpLoss, SftConfig
 from longarc.config.training import OptimizerConfig
 from longarc.data.sft import ExpertShare
@@ -108,7 +109,7 @@ def load_start(run_dir: Path, stage: str) -> Start:
     """
     run = RunDirectory.look(run_dir)
     checkpoint = run.stage(stage).final()
-    recipe = Recipe.model_validate(run.recipe())
+    recipe = read_recorded(run.recipe(), source=str(run.path)).recipe
     sft = [name for name, config in recipe.stages.items() if isinstance(config, SftConfig)]
     if checkpoint is None or not sft:
         raise LongArcError(f"{run_dir}: stage {stage!r} is not finished, or there is no sft stage")
@@ -177,10 +178,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"), help="a finished run")
     parser.add_argument("--stage", default="sft", help="whose final checkpoint gets drafts")
-    parser.add_argument("--steps", type=int, default=240, help="optimizer steps of each arm")
-    parser.add_argument("--depths", type=int, default=3, help="tokens to draft one after another")
+    parser.add_argument("--steps", type=positive, default=240, help="optimizer steps of each arm")
+    parser.add_argument(
+        "--depths", type=positive, default=3, help="tokens to draft one after another"
+    )
     parser.add_argument("--lr", type=float, default=4e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of the new layer")
+    parser.add_argument("--seed", type=natural, default=0, help="of the new layer")
     parser.add_argument("--quick", action="store_true", help="two steps: does it run at all?")
     options = parser.parse_args(arguments)
     if options.quick:

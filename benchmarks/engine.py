@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from common import DEEP_LLAMA, LLAMA, PeerProcess, Table
+from common import DEEP_LLAMA, LLAMA, PeerProcess, Table, positive
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import GlmMoeDsaConfig
@@ -178,9 +178,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
+    parser.add_argument("--threads", type=positive, default=2, help="compute threads of each side")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="turns of each side; the best counts"
+        "--repeats", type=positive, default=3, help="turns of each side; the best counts"
     )
     parser.add_argument("--quick", action="store_true", help="one turn each: does it run at all?")
     options = parser.parse_args()

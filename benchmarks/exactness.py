@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass
 
 import torch
-from common import Table
+from common import Table, natural, positive
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import GlmMoeDsaConfig
@@ -130,8 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=10_000, help="sampled tokens to compare")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and lengths")
+    parser.add_argument("--tokens", type=positive, default=10_000, help="sampled tokens to compare")
+    parser.add_argument("--seed", type=natural, default=0, help="of weights, prompts and lengths")
     parser.add_argument("--quick", action="store_true", help="500 tokens: does it run at all?")
     options = parser.parse_args()
     num_tokens = 500 if options.quick else options.tokens

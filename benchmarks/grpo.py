@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LLAMA, PeerProcess, Table
+from common import LLAMA, PeerProcess, Table, positive
 
 from longarc.algos.losses import ppo_clip
 from longarc.config.engine import EngineConfig
@@ -296,14 +296,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
-    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each side")
+    parser.add_argument("--threads", type=positive, default=2, help="compute threads of each side")
+    parser.add_argument("--repeats", type=positive, default=7, help="measured steps of each side")
     parser.add_argument(
-        "--prompt-lengths", type=int, nargs="+", default=PROMPT_LENGTHS, help="workloads [tokens]"
+        "--prompt-lengths",
+        type=positive,
+        nargs="+",
+        default=PROMPT_LENGTHS,
+        help="workloads [tokens]",
     )
     parser.add_argument(
         "--peer-micro-batch",
-        type=int,
+        type=positive,
         default=16,
         help="samples in one forward and backward of TRL; divides 64",
     )

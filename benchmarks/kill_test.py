@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 
 import orjson
-from common import Table
+from common import Table, natural, positive
 
 from longarc.cli.main import main as longarc
 from longarc.runs.checkpoint import file_sha256
@@ -138,8 +138,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=20, help="random moments")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--kills", type=positive, default=20, help="random moments")
+    parser.add_argument("--seed", type=natural, default=0, help="of the moments")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/smoke.toml"))
     parser.add_argument("--quick", action="store_true", help="two kills: does it run at all?")
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import Table
+from common import Table, positive
 from model_projection import projection_rows
 from model_sharing import sharing_rows
 from model_sparse import sparse_rows
@@ -162,7 +162,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     parser.add_argument(
-        "--repeats", type=int, default=15, help="turns of each side of Muon; the best counts"
+        "--repeats", type=positive, default=15, help="turns of each side of Muon; the best counts"
     )
     parser.add_argument("--quick", action="store_true", help="one turn each: does it run at all?")
     options = parser.parse_args()

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import PeerProcess, Table
+from common import PeerProcess, Table, positive
 
 MAX_PEAK_RATIO = 1 / 20
 MAX_TIME_RATIO = 1.15
@@ -91,8 +91,8 @@ def _answers(job: dict[str, Any], *, count: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--quick", action="store_true", help="a small shape, without bars")
     arguments = parser.parse_args()
     table = Table()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import PeerProcess, Table
+from common import PeerProcess, Table, positive
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 512,
@@ -146,7 +146,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3, help="passes of LongArc; the best counts")
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="passes of LongArc; the best counts"
+    )
     parser.add_argument("--quick", action="store_true", help="short sequences, without bars")
     arguments = parser.parse_args()
     table = Table()

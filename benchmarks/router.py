@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Protocol
 
-from common import Table
+from common import Table, positive
 
 from longarc.config.routing import RoutingConfig
 from longarc.engine.placement import Placement
@@ -224,7 +224,9 @@ def rows(found: dict[str, list[Result]]) -> Iterator[tuple[str, str, bool, float
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="simulations, with seeds 0, 1, ...")
+    parser.add_argument(
+        "--seeds", type=positive, default=5, help="simulations, with seeds 0, 1, ..."
+    )
     parser.add_argument("--quick", action="store_true", help="one seed")
     arguments = parser.parse_args()
     seeds = range(1 if arguments.quick else arguments.seeds)

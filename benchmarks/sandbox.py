@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from common import Table
+from common import Table, positive
 
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.envs.sandbox.box import BwrapSandbox
@@ -229,8 +229,8 @@ async def main(num_boxes: int, repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--boxes", type=int, default=64, help="boxes open at a time")
-    parser.add_argument("--repeats", type=int, default=25, help="starts to take the median of")
+    parser.add_argument("--boxes", type=positive, default=64, help="boxes open at a time")
+    parser.add_argument("--repeats", type=positive, default=25, help="starts to take the median of")
     parser.add_argument("--unprivileged", action="store_true", help="give up root first")
     parser.add_argument("--quick", action="store_true", help="two boxes: does it run at all?")
     options = parser.parse_args()

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Table
+from common import Table, positive
 
-from longarc.config.loader import validated
 from longarc.config.model import GlmMoeDsaConfig
-from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import DsaConfig
 from longarc.data.corpora import passages, read_corpus
 from longarc.data.documents import Document, MixedTexts, ShuffledTexts, StreamCursor
@@ -83,7 +82,7 @@ def read_run(path: Path, stage: str) -> Start:
         LongArcError: there is no such run, or the stage is not a finished ``dsa``.
     """
     run = RunDirectory.look(path)
-    recipe = validated(Recipe, run.recipe(), source=str(path))
+    recipe = read_recorded(run.recipe(), source=str(path)).recipe
     config = recipe.stages.get(stage)
     if not isinstance(config, DsaConfig):
         raise ConfigError(
@@ -234,8 +233,8 @@ def main() -> int:
     )
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--stage", default="dsa")
-    parser.add_argument("--documents", type=int, default=256, help="of held-out text")
-    parser.add_argument("--needles", type=int, default=BAR_NEEDLES)
+    parser.add_argument("--documents", type=positive, default=256, help="of held-out text")
+    parser.add_argument("--needles", type=positive, default=BAR_NEEDLES)
     parser.add_argument("--quick", action="store_true", help="few of everything: does it run?")
     options = parser.parse_args()
     table = Table()

@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import TaskShare
 from longarc.data.documents import Document
 from longarc.data.sft import conversation_document
@@ -170,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     mpl.use("Agg")
     run = RunDirectory.look(options.run)
-    recipe = Recipe.model_validate_json((options.run / "recipe.json").read_bytes())
+    recipe = read_recorded(run.recipe(), source=str(options.run)).recipe
     final = run.stage(options.stage).final()
     if final is None:
         raise SystemExit(f"stage {options.stage!r} of {options.run} is not finished")

@@ -318,17 +318,21 @@ def test_a_tokenizer_of_another_run_does_not_fit_the_weights(finished, longarc, 
     assert "tokenizer" in said
 
 
-def test_a_run_of_a_version_with_other_options_is_told_apart_from_a_crash(
-    finished, longarc, tmp_path
+def test_a_run_of_a_version_with_other_options_is_used_without_them(
+    finished, longarc, tmp_path, caplog
 ):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "recipe.json"
-    path.write_bytes(orjson.dumps({**orjson.loads(path.read_bytes()), "supervised_threads": 2}))
+    recipe = orjson.loads(path.read_bytes())
+    path.write_bytes(orjson.dumps({**recipe, "supervised_threads": 2}))
+    assert longarc("eval", tmp_path / "run", "--tasks", 2)[0] == 0
+    assert longarc("models", "info", tmp_path / "run")[0] == 0
+    assert "no such options: supervised_threads = 2" in caplog.text
+    path.write_bytes(orjson.dumps({**recipe, "threads": 0}))
     for command in ("eval", "serve"):
         code, said = longarc(command, tmp_path / "run")
         assert code == 2
-        assert "supervised_threads: unknown key" in said
-    assert longarc("models", "info", tmp_path / "run")[0] == 2
+        assert "threads = 0: should be greater than or equal to 1" in said
 
 
 def test_a_damaged_matrix_is_named_and_can_be_removed(finished, longarc, goes_on, tmp_path):

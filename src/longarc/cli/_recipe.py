@@ -1,12 +1,15 @@
 """The recipe argument and ``--set``, shared by the commands that take a recipe."""
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from longarc.config.recipe import Recipe
+
+_log = logging.getLogger(__name__)
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +38,17 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> "Recipe":
 
 
 def recipe_of_run(run_dir: Path) -> "Recipe":
-    """Read the recipe that a run was started with.
+    """Read the recipe that a run was started with, and warn of options that this version no longer has.
 
     Raises:
         ConfigError: there is no run, or its recipe is not one that this version accepts.
         ContractError: the file is damaged.
     """
-    from longarc.config.loader import validated
-    from longarc.config.recipe import Recipe
+    from longarc.config.recorded import read_recorded
     from longarc.runs.directory import RECIPE, RunDirectory
 
-    return validated(Recipe, RunDirectory.look(run_dir).recipe(), source=str(run_dir / RECIPE))
+    path = run_dir / RECIPE
+    recorded = read_recorded(RunDirectory.look(run_dir).recipe(), source=str(path))
+    if recorded.removed:
+        _log.warning("%s: %s", path, recorded.note())
+    return recorded.recipe

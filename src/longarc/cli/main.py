@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import longarc
 import longarc.cli
 from longarc.cli._exit import ExitCode, code_of
+from longarc.cli._extras import lacking
 from longarc.errors import LongArcError
 
 _EPILOG = """exit codes:
@@ -63,10 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except LongArcError as error:
-        if arguments.verbose:
-            traceback.print_exc()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return code_of(error)
+        return _fail(error, is_verbose=arguments.verbose)
+    except ModuleNotFoundError as error:
+        lack = lacking(error)
+        if lack is None:
+            raise
+        return _fail(lack, is_verbose=arguments.verbose)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -74,6 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough. Python flushes once more at exit: let it succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+
+
+def _fail(error: LongArcError, *, is_verbose: bool) -> ExitCode:
+    if is_verbose:
+        traceback.print_exc()
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return code_of(error)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -146,15 +146,15 @@ def _convert(
 
     from longarc.cli._recipe import recipe_of_run
     from longarc.config.index_share import kinds_of
-    from longarc.errors import CheckpointError, ConfigError
+    from longarc.errors import CheckpointError
     from longarc.models.hf_weights import save_pretrained_dir
     from longarc.models.index_share import with_shared_indexers
     from longarc.pipeline.stage_checkpoint import final_checkpoint
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
+    from longarc.runs.files import check_new_directory
 
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is not an empty directory; give a new one")
+    check_new_directory(target)
     run = RunDirectory.look(run_dir)
     if not (run_dir / TOKENIZER_FILE).is_file():
         raise CheckpointError(

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from longarc.cli._exit import ExitCode
-from longarc.cli._recipe import add_recipe_arguments, load_recipe
+from longarc.cli._recipe import add_recipe_arguments, load_recipe, recipe_of_run
 
 SUMMARY = "run a recipe"
 
@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.replay import replay_step
     from longarc.pipeline.reporting import write_report
+    from longarc.runs.directory import RECIPE
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     run_dir: Path = arguments.run_dir or Path("runs") / recipe.name
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         recorded, computed = replay_step(recipe, run_dir, arguments.replay)
         return _say_replay(arguments.replay, recorded.weights_sha256, computed.weights_sha256)
     check_recipe(recipe, is_new=not arguments.resume)
+    if arguments.resume and (run_dir / RECIPE).is_file():
+        recipe_of_run(run_dir)  # for its warning; resuming compares the two
     with open_workspace(recipe, run_dir, resume=arguments.resume, progress=progress) as workspace:
         try:
             asyncio.run(run_recipe(workspace))

@@ -9,7 +9,9 @@ longarc runs diff runs/a runs/b
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from longarc.cli._exit import ExitCode
 from longarc.errors import ConfigError, LongArcError
@@ -128,6 +130,30 @@ def _audit(arguments: argparse.Namespace) -> int:
     return ExitCode.OK if report.ok else ExitCode.FAILED
 
 
+def _recipe_changes(
+    left: Mapping[str, Any], right: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Compare what both runs could be told: an option that one of them is older or newer than is no difference."""
+    from longarc.config.recorded import read_recorded
+    from longarc.runs.directory import recipe_changes
+
+    try:
+        read = [read_recorded(tree, source="recipe.json") for tree in (left, right)]
+    except ConfigError:
+        # Of a version too different to be read as one of this version: compared as they are written.
+        return recipe_changes(left, right)
+    shared = read[0].removed.keys() & read[1].removed.keys()
+    return recipe_changes(
+        *(
+            {
+                **recorded.recipe.model_dump(mode="json"),
+                **{key: recorded.removed[key] for key in sorted(shared)},
+            }
+            for recorded in read
+        )
+    )
+
+
 def _diff(arguments: argparse.Namespace) -> int:
     from longarc.cli._runs import last_metrics
     from longarc.runs.directory import RunDirectory, format_changes, recipe_changes
@@ -135,7 +161,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     left, right = RunDirectory.look(arguments.left), RunDirectory.look(arguments.right)
     environments = [({"": None}, *run.environments())[-1] for run in (left, right)]
     parts = {
-        "recipe": recipe_changes(left.recipe(), right.recipe()),
+        "recipe": _recipe_changes(left.recipe(), right.recipe()),
         "environment": recipe_changes(*environments),
         "last metrics": recipe_changes(last_metrics(left), last_metrics(right)),
     }

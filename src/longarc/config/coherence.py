@@ -21,7 +21,7 @@ from longarc.config.stages import (
     TextStageConfig,
 )
 from longarc.config.training import ActivationConfig, chosen_layers
-from longarc.config.transformers_model import TransformersConfig
+from longarc.config.transformers_model import TransformersConfig, model_key
 from longarc.config.transformers_stages import check_stage as check_transformers_stage
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -48,8 +48,15 @@ def check_names(what: str, names: Iterable[str]) -> None:
             )
 
 
-def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
+def check_model_fits(
+    model: ModelConfig, stages: Mapping[str, StageConfig], *, is_given: bool = False
+) -> None:
     """Refuse stages that the model of the recipe cannot do.
+
+    Args:
+        model: shape of the model.
+        stages: of the recipe.
+        is_given: whether a directory decides the shape, so that the recipe has no keys for it.
 
     Raises:
         ValueError: names the stage, the values and what to change.
@@ -60,9 +67,11 @@ def check_model_fits(model: ModelConfig, stages: Mapping[str, StageConfig]) -> N
     for name, stage in stages.items():
         for key, num_tokens in _contexts(stage):
             if num_tokens > longest:
+                limit = model_key(model, "max_position_embeddings")
                 raise ValueError(
-                    f"stage {name!r}: {key}={num_tokens} exceeds model.max_position_embeddings="
-                    f"{longest}; lower it or raise model.max_position_embeddings"
+                    f"stage {name!r}: {key}={num_tokens} exceeds the model's longest context of {longest}; lower it"
+                    if is_given
+                    else f"stage {name!r}: {key}={num_tokens} exceeds {limit}={longest}; lower it or raise {limit}"
                 )
         if not isinstance(stage, EvalConfig):
             _check_activations(name, model, stage.activations)

@@ -147,7 +147,7 @@ def _explained(schema: Schema, detail: ErrorDetails, overrides: Mapping[str, str
     where = f"{key} (from --set {overrides[key]!r})" if key in overrides else key
     match detail["type"]:
         case "extra_forbidden":
-            return f"{where}: unknown key{_suggestion(schema, holder, path)}"
+            return f"{where}: unknown key{_suggestion(schema, holder, path, detail)}"
         case "missing":
             return f"{where}: required, but not given"
         case "union_tag_not_found" | "union_tag_invalid":
@@ -159,7 +159,15 @@ def _explained(schema: Schema, detail: ErrorDetails, overrides: Mapping[str, str
             return f"{where} = {detail['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
-def _suggestion(schema: Schema, holder: Mapping[str, Any], path: Sequence[str | int]) -> str:
+def _suggestion(
+    schema: Schema, holder: Mapping[str, Any], path: Sequence[str | int], detail: ErrorDetails
+) -> str:
+    tag, kind, owners = schema.owners(detail["loc"])
+    if owners and not schema.below(holder, str(path[-1])):
+        others = " or ".join(map(repr, owners))
+        return (
+            f" with {tag} = {kind!r}; it belongs to {tag} = {others}: leave it out, or change {tag}"
+        )
     near = schema.nearest(holder, str(path[-1]))
     if near:
         before = "".join(f"{key}." for key in path[:-1])

@@ -10,6 +10,7 @@ from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.model import GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
+from longarc.config.transformers_model import model_key
 
 INITIAL = "initial"
 """What the weights that a recipe starts from are called, where they stand beside its stages."""
@@ -111,10 +112,10 @@ class Recipe(Settings):
             )
         check_model_fits(self.model, self.stages)
         if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
+            key = model_key(self.model, "vocab_size")
             raise ValueError(
-                f"tokenizer.vocab_size={self.tokenizer.vocab_size} exceeds model.vocab_size="
-                f"{self.model.vocab_size}: ids above would have no embedding. Raise model.vocab_size "
-                f"or lower tokenizer.vocab_size"
+                f"tokenizer.vocab_size={self.tokenizer.vocab_size} exceeds {key}={self.model.vocab_size}: ids "
+                f"above would have no embedding. Raise {key} or lower tokenizer.vocab_size"
             )
         return self
 

@@ -76,6 +76,26 @@ class Schema:
             node = self.child(node, element) or {}
         return path, parent
 
+    def owners(self, location: Sequence[str | int]) -> tuple[str, str, list[str]]:
+        """Return whose key an unknown one is, where the table that has it is one of several kinds.
+
+        Returns:
+            What tells the kinds apart, the kind that is there, and those that have a key of this name; empty where
+            the table has one kind only.
+        """
+        node: Node = self.root
+        found: tuple[str, str, list[str]] = ("", "", [])
+        *above, key = location
+        for element in above:
+            tag, members = self.tags(node)
+            if element in members:
+                node = members[str(element)]
+                having = [t for t, member in members.items() if key in self.keys(member)]
+                found = (tag, str(element), having)
+                continue
+            node, found = self.child(node, element) or {}, ("", "", [])
+        return found
+
     def _is_container(self, node: Node) -> bool:
         return any(
             key in self.resolve(node) for key in ("properties", "additionalProperties", "items")
@@ -83,12 +103,16 @@ class Schema:
 
     def nearest(self, node: Node, key: str) -> list[str]:
         """Return keys of an object, or dotted ones below it, that somebody who wrote ``key`` may mean."""
-        below = [
+        return self.below(node, key) or get_close_matches(key, self.keys(node), n=2)
+
+    def below(self, node: Node, key: str) -> list[str]:
+        """Return dotted keys below an object that end with ``key``."""
+        found = [
             dotted
             for dotted in self._dotted(node, depth=3)
             if "." in dotted and dotted.rpartition(".")[2] == key
         ]
-        return below[:2] or get_close_matches(key, self.keys(node), n=2)
+        return found[:2]
 
     def _dotted(self, node: Node, *, depth: int) -> Iterator[str]:
         for key in self.keys(node):

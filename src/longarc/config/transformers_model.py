@@ -36,6 +36,12 @@ _LATENT_SIZES: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_SETTINGS: Final = ("model_type", "architectures", "quantization_config", "dtype")
 
 
+def model_key(model: Settings, name: str) -> str:
+    """Return where a recipe says ``name`` of a model: transformers' own settings have a table of their own."""
+    table = "model.hf_config" if isinstance(model, TransformersConfig) else "model"
+    return f"{table}.{name}"
+
+
 class TransformersConfig(Settings):
     """GLM-4 to GLM-4.7 as transformers builds them; needs the extra ``hf``.
 

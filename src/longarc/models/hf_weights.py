@@ -34,6 +34,7 @@ from longarc.models.hf_quantisation import (
 )
 from longarc.models.hf_transformers import with_mtp_of_files
 from longarc.models.moe import Experts
+from longarc.runs.files import make_directory
 
 MTP_PREFIX = "mtp."
 """Of the MTP layer's tensors in memory."""
@@ -112,6 +113,7 @@ def save_pretrained_dir(
     Raises:
         ConfigError: transformers has no such architecture, or there are no routed experts that could be
             rounded, or the group size does not divide their widths.
+        ResourceError: the directory cannot be made.
     """
     directory = Path(directory)
     config = config_to_hf(model.config, dtype=str(model.output_weight.dtype).removeprefix("torch."))
@@ -122,7 +124,7 @@ def save_pretrained_dir(
         config["quantization_config"] = quantisation_to_hf(int4_group_size)
     else:
         outgoing = _outgoing(named_tensors(model))
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     write_directory(outgoing, config, directory, max_shard_bytes=max_shard_bytes)
 
 

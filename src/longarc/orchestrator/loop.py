@@ -130,6 +130,7 @@ class _Loop:
         await watch(
             self._sampler.bell,
             timeout_s=self._config.watchdog_s,
+            key=f"stages.{self._spec.stage}.loop.watchdog_s",
             is_alive=self._reporter.has_sampled,
             describe=lambda: f"The loop waits for {self._waits_for}. {self._sampler.describe()}",
         )

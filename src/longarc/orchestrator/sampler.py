@@ -224,7 +224,8 @@ class Sampler:
                 f"stage {self._spec.stage!r}: {self.tally.num_dropped} groups were dropped without one "
                 f"step of {per_step}, allowed are {limit}. {self.tally.explain()} Zero variance means "
                 f"tasks that are too easy or too hard for the policy; environment faults mean broken "
-                f"tasks. Change the tasks, or raise max_dropped_groups_per_step."
+                f"tasks. Change the tasks, or raise stages.{self._spec.stage}.loop."
+                f"max_dropped_groups_per_step."
             )
 
     def release(self, indices: Iterable[int]) -> None:

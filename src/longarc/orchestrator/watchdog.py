@@ -26,6 +26,7 @@ async def watch(
     bell: Bell,
     *,
     timeout_s: float,
+    key: str,
     is_alive: Callable[[], Awaitable[bool]],
     describe: Callable[[], str],
 ) -> None:
@@ -33,6 +34,13 @@ async def watch(
 
     Time is the event loop's. A silent bell alone is not a stall: one rollout may be long, so
     ``is_alive`` is asked first whether something moved that rings no bell.
+
+    Args:
+        bell: what is listened to.
+        timeout_s: how long it may be silent [seconds].
+        key: where the recipe says so, for the message.
+        is_alive: whether something moved that rings no bell.
+        describe: what everybody waits for, in sentences.
 
     Raises:
         StalledError: nothing rang and nothing moved; says what everybody waits for.
@@ -45,5 +53,5 @@ async def watch(
             if not await is_alive():
                 raise StalledError(
                     f"nothing has moved for {timeout_s:g} s. {describe()} Look at what is waited for; "
-                    f"if it is only slow, raise watchdog_s."
+                    f"if it is only slow, raise {key}."
                 ) from None

@@ -24,7 +24,7 @@ from longarc.records.outcome import Disposition
 from longarc.records.ports import TaskFamily
 from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
-from longarc.runs.files import json_document, write_atomically
+from longarc.runs.files import json_document, make_directory, write_atomically
 
 MAX_LEVELS = 8
 """Rows of success by difficulty; where there are more difficulties they are put into ranges."""
@@ -67,7 +67,7 @@ async def evaluate(
         num_tasks: held-out tasks per family and checkpoint [tasks].
     """
     directory = workspace.run.stage(name).path
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     order = [INITIAL, *workspace.recipe.stages]
     matrix = _Matrix(directory / RESULTS_FILE, order, stages, families, num_tasks)
     missing = matrix.missing_stages()

@@ -13,6 +13,7 @@ from longarc.errors import ConfigError
 from longarc.models.gguf_file import GgufFile
 from longarc.models.gguf_llama import convert_gguf
 from longarc.models.hf_files import CONFIG_FILE
+from longarc.runs.files import check_new_directory, make_directory
 from longarc.tokens.gguf_tokenizer import GgufVocabulary, tokenizer_config, tokenizer_of
 
 
@@ -54,10 +55,10 @@ def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
 
     Raises:
         ConfigError: the target is not empty, or a package is not installed.
+        ResourceError: the target cannot be made.
         CheckpointError: the file is damaged, or holds a model that is not rewritten.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is not an empty directory; give a new one")
+    check_new_directory(target)
     file = GgufFile(_shipped(SOURCES[name]) if gguf is None else gguf)
     vocabulary = _vocabulary(file)
     tokenizer = tokenizer_of(vocabulary)
@@ -70,7 +71,7 @@ def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
         max_tokens=file.setting("llama.context_length", int),
     )
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    make_directory(partial)
     try:
         tokenizer.save(partial / "tokenizer.json")
         (partial / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

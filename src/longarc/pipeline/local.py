@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from longarc.config.recipe import Recipe
+from longarc.config.recorded import read_recorded
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
@@ -21,6 +23,7 @@ from longarc.config.stages import (
     SupervisedConfig,
     takes_turns,
 )
+from longarc.errors import CheckpointError, ConfigError
 from longarc.pipeline import (
     agentic_rl,
     distill,
@@ -35,7 +38,7 @@ from longarc.pipeline import (
 )
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.workspace import Interrupted, Workspace
-from longarc.runs.directory import RunDirectory
+from longarc.runs.directory import RECIPE, RunDirectory
 from longarc.runs.metrics import open_sinks
 from longarc.trainer.data_parallel import GradientPool
 
@@ -50,28 +53,52 @@ _RL_STAGES = {
 def open_workspace(
     recipe: Recipe, run_dir: Path, *, resume: bool, progress: ProgressLine
 ) -> Iterator[Workspace]:
-    """Open a run for writing: its directory, ledger, sinks and processes; all are closed afterwards."""
-    start = RunDirectory.resume if resume else RunDirectory.create
-    with start(run_dir, recipe=recipe.model_dump(mode="json"), seeds={"run": recipe.seed}) as run:
-        ledger = run.open_ledger()
-        sink = open_sinks(
-            run_dir, recipe.sinks, run_name=recipe.name, recipe=recipe.model_dump(mode="json")
-        )
-        gradients = GradientPool(recipe.threads)
+    """Open a run for writing: its directory, ledger, sinks and processes; all are closed afterwards.
+
+    A new run that ends with an error of its recipe or of the files that it names, before there is any result,
+    leaves no run behind.
+    """
+    content, seeds = recipe.model_dump(mode="json"), {"run": recipe.seed}
+    opened = (
+        RunDirectory.resume(run_dir, recipe=content, seeds=seeds, read=_read_by_this_version)
+        if resume
+        else RunDirectory.create(run_dir, recipe=content, seeds=seeds)
+    )
+    with opened as run:
         try:
-            yield Workspace(
-                recipe=recipe,
-                run=run,
-                ledger=ledger,
-                sink=sink,
-                progress=progress,
-                gradients=gradients,
-                stop=asyncio.Event(),
-            )
-        finally:
-            gradients.close()
-            sink.close()
-            ledger.close()
+            with _open_parts(recipe, run, progress=progress) as workspace:
+                yield workspace
+        except (ConfigError, CheckpointError):
+            # What the recipe names is wrong: with the fix the same command has to work.
+            if not resume:
+                run.discard_unused()
+            raise
+
+
+@contextlib.contextmanager
+def _open_parts(
+    recipe: Recipe, run: RunDirectory, *, progress: ProgressLine
+) -> Iterator[Workspace]:
+    with contextlib.ExitStack() as parts:
+        ledger = parts.enter_context(contextlib.closing(run.open_ledger()))
+        sink = open_sinks(
+            run.path, recipe.sinks, run_name=recipe.name, recipe=recipe.model_dump(mode="json")
+        )
+        parts.callback(sink.close)
+        gradients = parts.enter_context(contextlib.closing(GradientPool(recipe.threads)))
+        yield Workspace(
+            recipe=recipe,
+            run=run,
+            ledger=ledger,
+            sink=sink,
+            progress=progress,
+            gradients=gradients,
+            stop=asyncio.Event(),
+        )
+
+
+def _read_by_this_version(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    return read_recorded(recorded, source=RECIPE).recipe.model_dump(mode="json")
 
 
 async def run_recipe(workspace: Workspace) -> None:

@@ -12,6 +12,7 @@ from longarc.algos.protocols import PolicyLoss
 from longarc.config.coherence import check_model_fits
 from longarc.config.engine_clients import servers_of
 from longarc.config.load_object import load_object
+from longarc.config.model import ModelConfig
 from longarc.config.recipe import InitialCheckpoint, Recipe
 from longarc.config.stages import (
     DistillConfig,
@@ -24,7 +25,8 @@ from longarc.config.stages import (
 from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
-from longarc.models.backbones.classes import transformers_config
+from longarc.models.backbones.classes import check_all_is_read, transformers_config
+from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
 from longarc.pipeline.workspace import check_fits, task_family
@@ -119,28 +121,33 @@ def _check_offloading(recipe: Recipe) -> None:
 
 
 def _check_start(recipe: Recipe) -> None:
+    tokenizer = None
     if recipe.tokenizer.path is not None:
-        _check_tokenizer(recipe, Path(recipe.tokenizer.path))
+        tokenizer = _tokenizer(Path(recipe.tokenizer.path))
     if recipe.initial is not None:
-        _check_initial(recipe, recipe.initial)
-    elif isinstance(recipe.model, TransformersConfig):
-        transformers_config(recipe.model)  # refuses what transformers does not build
+        model = _check_initial(recipe, recipe.initial)
+        if tokenizer is not None:
+            check_fits(tokenizer, model, is_given=True)
+    elif tokenizer is not None:
+        check_fits(tokenizer, recipe.model)
+    if recipe.initial is None and isinstance(recipe.model, TransformersConfig):
+        check_all_is_read(recipe.model)  # and refuses what transformers does not build
 
 
-def _check_tokenizer(recipe: Recipe, path: Path) -> None:
+def _tokenizer(path: Path) -> Tokenizer:
     if not path.exists():
         raise ConfigError(
             f"tokenizer.path = {str(path)!r} does not exist; name a tokenizer.json or a directory "
             f"that holds one"
         )
-    tokenizer = Tokenizer.load(path)
-    if recipe.initial is None:
-        check_fits(tokenizer, recipe.model)
+    return Tokenizer.load(path)
 
 
-def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> None:
-    """Refuse stages that the model of a directory cannot do, as those that the recipe's own cannot do are."""
+def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
+    """Refuse a directory without weights, and stages that its model cannot do; return what it holds."""
     model = pretrained_config(initial.path)
+    with TensorFiles.of_directory(Path(initial.path)):
+        pass  # the files are there, and as long as they say
     if initial.is_sparse and model.family != "glm_moe_dsa":
         raise ConfigError(
             f"initial.is_sparse=true, but {initial.path} holds a {model.family} model, which has no sparse "
@@ -149,9 +156,10 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> None:
     if isinstance(model, TransformersConfig):
         transformers_config(model)  # refuses what transformers does not build
     try:
-        check_model_fits(model, recipe.stages)
+        check_model_fits(model, recipe.stages, is_given=True)
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
+    return model
 
 
 def _check_loss(stage: str, config: LossConfig) -> PolicyLoss:

@@ -35,6 +35,7 @@ from longarc.records.batch import StepReport
 from longarc.records.ports import Engine, Trainer
 from longarc.records.sampling import Sampling
 from longarc.runs.checkpoint import list_checkpoints, read_manifest
+from longarc.runs.files import make_directory
 from longarc.trainer.process import ProcessTrainer
 
 
@@ -60,7 +61,7 @@ async def reinforce(
     resumed = directory.latest()
     loaded = workspace.load(workspace.input_checkpoint(stage))
     publish_directory = directory.path / "published"
-    publish_directory.mkdir(parents=True, exist_ok=True)
+    make_directory(publish_directory)
     spec = trainer_spec(
         workspace.recipe,
         config,

@@ -14,6 +14,7 @@ from longarc.config.model import ModelConfig
 from longarc.config.recipe import INITIAL, Recipe
 from longarc.config.settings import problems_of
 from longarc.config.stages import TaskShare
+from longarc.config.transformers_model import model_key
 from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
@@ -112,7 +113,7 @@ class Workspace:
         if done is not None:
             return done
         model = load_pretrained_dir(self.recipe.initial.path)
-        check_fits(self.tokenizer(), model.config)
+        check_fits(self.tokenizer(), model.config, is_given=True)
         fields = self.manifest_fields(
             stage=INITIAL,
             step=0,
@@ -238,12 +239,13 @@ def model_config(raw: Mapping[str, object]) -> ModelConfig:
         ) from error
 
 
-def check_fits(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
+def check_fits(tokenizer: Tokenizer, model: ModelConfig, *, is_given: bool = False) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for; see ``check_model_fits``."""
     if tokenizer.vocab_size > model.vocab_size:
+        key = "the given model's vocab_size" if is_given else model_key(model, "vocab_size")
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids but model.vocab_size={model.vocab_size}: ids above "
-            f"would have no embedding. Raise model.vocab_size or use the model's own tokenizer."
+            f"the tokenizer has {tokenizer.vocab_size} ids but {key}={model.vocab_size}: ids above "
+            f"would have no embedding. {'Use' if is_given else f'Raise {key} or use'} the model's own tokenizer."
         )
 
 

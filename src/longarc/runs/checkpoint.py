@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from longarc.config.settings import Settings, problems_of
 from longarc.errors import CheckpointError, ResourceError
-from longarc.runs.files import json_document, sync_directory
+from longarc.runs.files import json_document, make_directory, sync_directory
 
 MANIFEST = "manifest.json"
 """Name of the file that describes a checkpoint; written last."""
@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._directory = directory
         self._keep_last = keep_last
         self._clock = clock
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         for leftover in directory.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(leftover)
 

@@ -14,6 +14,7 @@
 
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -155,6 +156,7 @@ class RunDirectory:
         recipe: Mapping[str, Any],
         seeds: Mapping[str, int],
         harmless: Sequence[str] = HARMLESS_KEYS,
+        read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
         clock: Callable[[], float] = time.time,
     ) -> Self:
         """Continue a run with the recipe it was started with.
@@ -164,6 +166,8 @@ class RunDirectory:
             recipe: the resolved recipe, JSON.
             seeds: every seed the run starts from, by purpose.
             harmless: patterns of dotted keys that may have changed.
+            read: makes of the recorded recipe what is compared: options that are newer than the run at their
+                defaults, and none that are gone. The file stays as it was written.
             clock: wall clock [seconds since the epoch].
 
         Raises:
@@ -177,7 +181,7 @@ class RunDirectory:
             )
         run = cls._locked(path, clock)
         try:
-            changes = recipe_changes(run.recipe(), orjson.loads(orjson.dumps(recipe)))
+            changes = recipe_changes(read(run.recipe()), orjson.loads(orjson.dumps(recipe)))
             refused = {key: c for key, c in changes.items() if not _is_harmless(key, harmless)}
             if refused:
                 raise ConfigError(
@@ -284,6 +288,39 @@ class RunDirectory:
     def running_in(self) -> int | None:
         """Return the process that runs here now; None where there is none, or Linux does not tell."""
         return next(iter(lock_holders(self.path / "lock")), None)
+
+    def discard_unused(self) -> bool:
+        """Make room for another start where this one has left nothing: no file of a stage, step or trajectory.
+
+        The ledger has to be closed. A run that has anything stays as it is.
+
+        Returns:
+            Whether the directory is free again.
+        """
+        if self._lock is None:
+            raise ContractError(f"{self.path} is open for reading only: nothing is removed from it")
+        if self._has_results():
+            return False
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        (self.path / RECIPE).unlink(missing_ok=True)  # first: from here on it is no run
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+        return True
+
+    def _has_results(self) -> bool:
+        if any(path.is_file() for path in (self.path / "stages").rglob("*")):
+            return True
+        if self.metrics_path.is_file() and self.metrics_path.stat().st_size:
+            return True
+        if not self.ledger_path.is_file():
+            return False
+        with self.read_ledger() as ledger:
+            return bool(ledger.stages())
 
     def close(self) -> None:
         """Release the lock; may be called twice."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from longarc.errors import ResourceError
+from longarc.errors import ConfigError, ResourceError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -26,6 +26,38 @@ def write_atomically(path: Path, data: bytes) -> None:
         sync_directory(path.parent)
     except OSError as error:
         raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it; one that is there already is taken.
+
+    Raises:
+        ResourceError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot make directory {path}: {error.strerror or error}; give a place that can be written to"
+        ) from error
+
+
+def check_new_directory(path: Path) -> None:
+    """Refuse a place where no new directory can be made, before hours are spent on what goes there.
+
+    Raises:
+        ConfigError: it holds something, or a file is in its way.
+        ResourceError: it cannot be looked at.
+    """
+    try:
+        is_free = not any(path.iterdir()) if path.is_dir() else not path.exists()
+        above = next(place for place in path.absolute().parents if place.exists())
+    except OSError as error:
+        raise ResourceError(f"cannot look at {path}: {error.strerror or error}") from error
+    if not is_free:
+        raise ConfigError(f"{path} is not an empty directory; give a new one")
+    if not above.is_dir():
+        raise ConfigError(f"{path} cannot be a directory, because {above} is a file; give another")
 
 
 def sync_directory(directory: Path) -> None:

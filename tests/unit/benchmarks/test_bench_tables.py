@@ -1,5 +1,6 @@
 """The benchmarks' table, their bars and their command lines."""
 
+import ast
 import re
 import sys
 from importlib import import_module
@@ -195,6 +196,34 @@ def test_each_benchmark_has_help_and_a_quick_mode(script, capsys, monkeypatch):
         run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
     assert stopped.value.code == 0
     assert "--quick" in capsys.readouterr().out
+
+
+def options_with(script, reader):
+    """Return the options of a benchmark that ``reader`` reads, found in its source."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse((BENCHMARKS / f"{script}.py").read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+    ]
+    return [
+        node.args[0].value
+        for node in calls
+        for keyword in node.keywords
+        if keyword.arg == "type" and getattr(keyword.value, "id", "") == reader
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_number_of_nothing_is_refused_where_it_is_read(script, capsys, monkeypatch):
+    assert options_with(script, "int") == []  # it would read any number
+    refused = [(option, "0") for option in options_with(script, "positive")]
+    refused += [(option, "-1") for option in options_with(script, "natural")]
+    for option, value in refused:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", f"{option}={value}"])
+        with pytest.raises(SystemExit) as stopped:
+            run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
+        assert stopped.value.code == 2
+        assert f"argument {option}: {value} is not at least" in capsys.readouterr().err
 
 
 def test_the_exactness_benchmark_runs_to_its_last_line(capsys, monkeypatch):

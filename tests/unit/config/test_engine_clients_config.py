@@ -1,9 +1,15 @@
+from pathlib import Path
+
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig, SglangConfig, VllmConfig
+from longarc.config.loader import load_settings
+from longarc.config.recipe import Recipe
+from longarc.errors import ConfigError
 
+SMOKE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
 ANY = TypeAdapter(AnyEngineConfig)
 
 
@@ -16,6 +22,35 @@ def test_the_kind_decides_which_settings_there_are():
     assert isinstance(ANY.validate_python({"kind": "sglang", "url": "http://a:1"}), SglangConfig)
     with pytest.raises(ValidationError, match="cache_tokens"):
         ANY.validate_python({"kind": "vllm", "python": "p", "cache_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "engine={kind='vllm',python='p',cache_tokens=64}",
+            "cache_tokens: unknown key with kind = 'vllm'",
+        ),
+        (
+            "engine={kind='sglang',url='http://a:1',routing={}}",
+            "routing: unknown key with kind = 'sglang'",
+        ),
+        ("engine.eager=true", "it belongs to kind = 'vllm': leave it out, or change kind"),
+        ("engine={kind='vllm',python='p',device='cuda:0'}", "it belongs to kind = 'sglang'"),
+        ("engine.dtype='float32'", "it belongs to kind = 'sglang' or 'vllm'"),
+        ("engine.routing.eager=true", ": unknown key; "),
+        ("engine.max_runing=3", "unknown key; did you mean engine.max_running"),
+        ("stages.sft.loop={}", "with kind = 'sft'; it belongs to kind = 'agentic_rl' or "),
+        (
+            "model={family='llama',index_topk=8}",
+            "it belongs to family = 'glm_hybrid' or 'glm_moe_dsa':",
+        ),
+    ],
+)
+def test_a_key_of_another_kind_is_said_to_be_one(override, said):
+    with pytest.raises(ConfigError) as refused:
+        load_settings(Recipe, SMOKE, overrides=[override])
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(

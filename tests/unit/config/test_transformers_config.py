@@ -39,7 +39,14 @@ def test_a_recipe_may_start_from_random_weights_and_change_one_setting():
         (["model.family='glm5'"], "glm4_moe_lite"),
         (["stages.pretrain.int4_group_size=8"], "int4_group_size=8 rounds the routed experts"),
         (["stages.pretrain.router_bias_rate=0.5"], "a glm4 model has no experts to balance"),
-        (["stages.pretrain.context_tokens=8192"], "exceeds model.max_position_embeddings=4096"),
+        (
+            ["stages.pretrain.context_tokens=8192"],
+            r"exceeds model.hf_config.max_position_embeddings=4096; .* raise model.hf_config.max_pos",
+        ),
+        (
+            ["tokenizer.vocab_size=2048"],
+            r"exceeds model.hf_config.vocab_size=1024.* Raise model.hf_config.vocab_size",
+        ),
         (["stages.mtp={kind='mtp',num_steps=1,corpus={}}"], "which a glm4 model does not have"),
     ],
 )

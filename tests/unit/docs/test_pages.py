@@ -13,7 +13,7 @@ from pages import ROOT, blocks, pages, table
 from longarc.cli.main import build_parser
 from longarc.config.explain import markdown
 from longarc.config.load_object import check_import_path
-from longarc.config.loader import load_settings
+from longarc.config.loader import load_settings, validated
 from longarc.config.recipe import Recipe
 
 PACKAGE = ROOT / "src" / "longarc"
@@ -173,6 +173,20 @@ def test_make_targets_named_in_prose_exist():
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.name)
 def test_every_recipe_is_valid(path):
     assert load_settings(Recipe, path, overrides=[]).stages
+
+
+def test_a_model_that_a_page_shows_is_one_that_can_be_trained():
+    """A block with a table [model] is a recipe once it has a name and a stage."""
+    num_models = 0
+    for page in pages():
+        for text in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            tree = tomllib.loads(text)
+            if "model" in tree and "family" in tree["model"]:
+                stages = {"pretrain": {"kind": "pretrain", "num_steps": 1, "corpus": {}}}
+                recipe = {"name": "shown", "stages": stages} | tree
+                assert validated(Recipe, recipe, source=page.name).model
+                num_models += 1
+    assert num_models
 
 
 def test_decisions_are_numbered_without_gaps_and_all_listed():

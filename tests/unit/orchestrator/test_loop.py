@@ -345,6 +345,7 @@ def test_a_stage_in_which_nothing_can_be_trained_ends_with_the_reason(path):
     with pytest.raises(StalledError, match=r"6 groups were dropped .*/answers\.json") as raised:
         run_virtual(stage.run())
     assert "12 environment_fault" in str(raised.value)
+    assert "raise stages.agentic_rl.loop.max_dropped_groups_per_step." in str(raised.value)
 
 
 def test_a_trainer_that_hangs_is_named(path):
@@ -355,7 +356,8 @@ def test_a_trainer_that_hangs_is_named(path):
     stage = Stage(path, loop_config(rollout_timeout_s=5, grader_timeout_s=5, watchdog_s=11))
     stage.trainer = Hanging()
     with pytest.raises(
-        StalledError, match=r"nothing has moved for 11 s\. .*waits for trainer\.step\(0\)"
+        StalledError,
+        match=r"nothing has moved for 11 s\. .*waits for trainer\.step\(0\).*raise stages\.agentic_rl\.loop\.watchdog_s\.",
     ):
         run_virtual(stage.run())
 

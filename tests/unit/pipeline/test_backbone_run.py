@@ -116,7 +116,7 @@ def test_a_directory_goes_through_every_stage_and_comes_out_as_one(tmp_path, cap
         ("stages.sft.activations.recomputed_layers=[5]", "layer 5 does not exist"),
         (
             "stages.eval.rollout.max_context_tokens=4096",
-            "exceeds model.max_position_embeddings=2048",
+            "=4096 exceeds the model's longest context of 2048; lower it$",
         ),
     ],
 )

@@ -3,15 +3,18 @@
 import asyncio
 import io
 import json
+import shutil
 
 import orjson
 import pytest
 
 from longarc.config.recipe import INITIAL, Recipe
+from longarc.errors import CheckpointError, ConfigError, ResourceError
 from longarc.models.build import build_model
 from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
 from longarc.pipeline.evaluation import evaluate, matrix_lines
 from longarc.pipeline.local import open_workspace, run_recipe
+from longarc.pipeline.preflight import check_recipe
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.runs.directory import RunDirectory
@@ -97,3 +100,54 @@ def test_given_weights_are_evaluated_before_anything_was_trained(weights, tmp_pa
         )
     (cell,) = orjson.loads(path.read_bytes())["cells"]
     assert (cell["stage"], cell["num_graded"]) == (INITIAL, 1)
+
+
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+def test_a_directory_without_a_model_is_refused_before_there_is_a_run(weights, tmp_path, broken):
+    copy = tmp_path / "weights"
+    shutil.copytree(weights, copy)
+    (copy / broken).unlink()
+    with pytest.raises(CheckpointError, match="weights"):
+        check_recipe(recipe(copy), is_new=True)
+    shutil.copy(weights / broken, copy / broken)
+    check_recipe(recipe(copy), is_new=True)
+
+
+def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused_before_there_is_a_run(
+    weights, tmp_path
+):
+    config = small_qwen(vocab_size=300, max_position_embeddings=512)
+    save_pretrained_dir(build_model(config, seed=1), tmp_path)
+    shutil.copy(weights / "tokenizer.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"given model's vocab_size=300: .* Use the model's own"):
+        check_recipe(recipe(tmp_path), is_new=True)
+
+
+def test_a_start_that_fails_on_what_the_recipe_names_can_be_given_again(weights, tmp_path):
+    copy = tmp_path / "weights"
+    shutil.copytree(weights, copy)
+    (copy / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(CheckpointError), opened(copy, tmp_path / "run") as workspace:
+        asyncio.run(run_recipe(workspace))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    progress = ProgressLine(io.StringIO())
+    with open_workspace(recipe(weights), tmp_path / "run", resume=False, progress=progress):
+        pass
+
+
+def test_a_run_with_results_outlives_an_error_of_its_recipe(weights, tmp_path):
+    def fail_later():
+        with opened(weights, tmp_path / "run") as workspace:
+            assert workspace.final(INITIAL).is_dir()
+            raise ConfigError("a later stage")
+
+    with pytest.raises(ConfigError, match="a later stage"):
+        fail_later()
+    assert RunDirectory.look(tmp_path / "run").stage(INITIAL).final() is not None
+
+
+def test_an_error_of_the_machine_leaves_the_run_to_be_resumed(weights, tmp_path):
+    with pytest.raises(ResourceError), opened(weights, tmp_path / "run"):
+        raise ResourceError("the disk is full")
+    with opened(weights, tmp_path / "run"):
+        pass

@@ -101,3 +101,19 @@ def mount(monkeypatch, directory, *, kind):
     place = f"36 35 {os.major(device)}:{os.minor(device)} / {directory} rw,noatime master:1"
     (directory / "mountinfo").write_text(f"{place} - {kind} /dev/root rw\n")
     monkeypatch.setattr(offload, "MOUNTS", directory / "mountinfo")
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_misspelt_setting_of_transformers_is_refused_before_the_run():
+    pytest.importorskip("transformers")
+    sizes = (
+        "vocab_size=1024,hidden_size=32,num_hidden_layers=2,num_attention_heads=4,"
+        "num_key_value_heads=2,max_position_embeddings=4096"
+    )
+    model = f"model={{family='glm4',hf_config={{{sizes}}}}}"
+    text_only = "stages={pretrain={kind='pretrain',num_steps=1}}"
+    check_recipe(recipe("smoke", model, text_only), is_new=True)
+    with pytest.raises(ConfigError, match="did you mean attention_bias"):
+        check_recipe(
+            recipe("smoke", model, text_only, "model.hf_config.atention_bias=true"), is_new=True
+        )

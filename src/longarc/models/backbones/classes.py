@@ -1,5 +1,7 @@
 """Imports transformers where a model needs it, and builds its classes from our settings."""
 
+import inspect
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Final
 
@@ -12,6 +14,10 @@ from longarc.models.backbones.parts import attend, mix
 
 _OURS: Final = "longarc"
 """Under which transformers knows what we compute inside its layers."""
+
+_UNLISTED: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}
+"""Names that transformers reads although a class does not list them: the first three go into ``rope_parameters``, the
+last is looked for by the layers."""
 
 
 def transformers_config(config: TransformersConfig) -> Any:
@@ -31,6 +37,28 @@ def transformers_config(config: TransformersConfig) -> Any:
     settings._attn_implementation = _OURS
     settings._experts_implementation = _OURS
     return settings
+
+
+def check_all_is_read(config: TransformersConfig) -> None:
+    """Refuse names that transformers keeps and never looks at: in a recipe they are misspelt.
+
+    The ``config.json`` of published models have such names too, so this is not for those.
+
+    Raises:
+        ConfigError: names them and the nearest that are read; or transformers refuses the settings.
+    """
+    kind = type(transformers_config(config))
+    read = {*inspect.signature(kind).parameters, *kind.attribute_map, *kind.attribute_map.values()}
+    read |= _UNLISTED
+    unknown = [name for name in config.hf_config if name not in read]
+    if not unknown:
+        return
+    near = get_close_matches(unknown[0], sorted(read), n=2)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(
+        f"model.hf_config.{unknown[0]}: {hint}{kind.__name__} of transformers does not read "
+        f"{', '.join(unknown)}, so the model would be another one than the recipe says; leave out what is not read"
+    )
 
 
 def causal_lm(config: TransformersConfig, settings: Any) -> Any:
