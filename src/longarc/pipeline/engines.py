@@ -1,7 +1,8 @@
 """Builds the engine that samples: one in this process, or the router over engine servers."""
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from longarc.config.engine import EngineConfig
@@ -52,6 +53,33 @@ def embedded_engine(
         seed=seed,
         token_bytes=token_bytes,
     )
+
+
+async def stopped_or_failed(stop: asyncio.Event, engines: Sequence[Engine]) -> None:
+    """Wait until ``stop`` is set, or until none of the engines can answer any more because all have failed.
+
+    An engine of another program tells its failure only to who asks it for something, so it ends no wait.
+    """
+    own = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
+    waits: list[asyncio.Future[object]] = [asyncio.ensure_future(stop.wait())]
+    if len(own) == len(engines):
+        waits.append(asyncio.gather(*(engine.failed() for engine in own)))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def raise_failure(engines: Sequence[Engine]) -> None:
+    """Raise why the first engine that failed did so, where one did: whoever served it has to say that it ended badly.
+
+    Raises:
+        EngineError: of that engine.
+    """
+    for engine in engines:
+        if isinstance(engine, EmbeddedEngine) and engine.failure is not None:
+            raise engine.failure
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from longarc.gateway.http import HttpSettings, build_app
 from longarc.gateway.server import bound_socket
 from longarc.gateway.server import serving as http_serving
 from longarc.gateway.session import GatewaySession
+from longarc.pipeline.engines import raise_failure, stopped_or_failed
 from longarc.pipeline.rl import sampling_of, serving
 from longarc.pipeline.workspace import Workspace
 from longarc.records.outcome import Disposition, Outcome
@@ -45,7 +46,7 @@ class ServeSettings:
 async def serve(
     workspace: Workspace, settings: ServeSettings, *, on_ready: Callable[[str, str], None]
 ) -> None:
-    """Serve until the workspace's ``stop`` is set.
+    """Serve until the workspace's ``stop`` is set or the engine has failed.
 
     Args:
         workspace: the run.
@@ -55,6 +56,7 @@ async def serve(
     Raises:
         ConfigError: no stage is finished, or the asked one is not.
         ResourceError: the address cannot be had.
+        EngineError: the engine failed; its sessions are recorded.
     """
     stage = _asked(workspace, settings.stage)
     loaded = workspace.load(workspace.final(stage))
@@ -78,9 +80,10 @@ async def serve(
         try:
             async with http_serving(app, listener) as base_url:
                 on_ready(f"{base_url}/v1", stage)
-                await workspace.stop.wait()
+                await stopped_or_failed(workspace.stop, [served.engine])
         finally:
             await sessions.close()
+        raise_failure([served.engine])
 
 
 @dataclass(slots=True)

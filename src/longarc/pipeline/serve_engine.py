@@ -22,6 +22,7 @@ from longarc.gateway.server import bound_socket
 from longarc.gateway.server import serving as http_serving
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_pretrained_dir
+from longarc.pipeline.engines import raise_failure, stopped_or_failed
 from longarc.pipeline.workspace import (
     TOKENIZER_FILE,
     Attention,
@@ -72,7 +73,7 @@ async def serve_engine(
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Serve until ``stop`` is set, then drain.
+    """Serve until ``stop`` is set or every engine has failed, then drain.
 
     Args:
         source: a run directory, or a Hugging Face directory.
@@ -84,6 +85,7 @@ async def serve_engine(
     Raises:
         ConfigError: no stage is finished, or the asked one is not.
         ResourceError: the address cannot be had.
+        EngineError: an engine failed; the server goes on as long as another one is left.
     """
     served = (
         _of_directory(source, settings) if recipe is None else _of_run(source, recipe, settings)
@@ -119,8 +121,9 @@ async def serve_engine(
         )
         async with http_serving(door.app(), listener) as address:
             on_ready(address)
-            await stop.wait()
+            await stopped_or_failed(stop, ranks)
             await door.drain(within_s=settings.drain_s)
+        raise_failure(ranks)
 
 
 def _of_directory(directory: Path, settings: EngineServerSettings) -> _Served:

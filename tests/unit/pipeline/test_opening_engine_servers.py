@@ -1,7 +1,7 @@
 """What a stage asks of the servers that its recipe names."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from longarc.config.recipe import Recipe
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.server import DoorSettings, EngineDoor
 from longarc.engine.wire import EngineDescription
-from longarc.errors import ConfigError, EngineLostError
+from longarc.errors import ConfigError, EngineFaultError, EngineLostError
 from longarc.gateway.server import bound_socket, serving
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_pretrained_dir, save_weights
@@ -171,3 +171,52 @@ async def test_a_hugging_face_directory_is_served(tmp_path):
 async def test_a_hugging_face_directory_has_no_stages(tmp_path):
     with pytest.raises(ConfigError, match="which is no run"):
         await serve_engine(tmp_path, None, replace(SERVER, stage="sft"), stop=None, on_ready=print)
+
+
+@contextmanager
+def broken_steps():
+    """Let no decode step succeed."""
+
+    def broken(*_, **__):
+        raise OverflowError("too large")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longarc.engine.embedded.decode", broken)
+        yield
+
+
+async def test_a_server_whose_engines_have_all_failed_ends_and_says_why(tmp_path):
+    save_pretrained_dir(build_model(small_glm(), seed=0), tmp_path)
+    ready = asyncio.get_running_loop().create_future()
+    serving_it = asyncio.ensure_future(
+        serve_engine(tmp_path, None, SERVER, stop=asyncio.Event(), on_ready=ready.set_result)
+    )
+    with broken_steps():
+        async with RemoteEngine(await ready, api_key="k") as engine:
+            with pytest.raises(EngineFaultError, match="OverflowError: too large"):
+                async for _ in engine.stream([1], Sampling(max_new_tokens=3), session_id="s"):
+                    pass
+        with pytest.raises(EngineLostError, match="OverflowError: too large"):
+            await serving_it
+
+
+async def test_a_server_with_one_engine_left_goes_on_and_says_at_its_end_that_one_failed(tmp_path):
+    save_pretrained_dir(build_model(small_glm(), seed=0), tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, num_ranks=2)
+    serving_it = asyncio.ensure_future(
+        serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+    )
+    address, asked = await ready, Sampling(max_new_tokens=3)
+    async with (
+        RemoteEngine(address, api_key="k") as broken,
+        RemoteEngine(address, api_key="k", rank=1) as left,
+    ):
+        with broken_steps(), pytest.raises(EngineFaultError):
+            async for _ in broken.stream([1], asked, session_id="s"):
+                pass
+        pieces = [piece async for piece in left.stream([1], asked, session_id="s")]
+    stop.set()
+    with pytest.raises(EngineLostError, match="OverflowError: too large"):
+        await serving_it
+    assert pieces[-1].finish_reason == "length"
