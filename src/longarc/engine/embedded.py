@@ -29,7 +29,7 @@ import torch
 
 from longarc.config.engine import EngineConfig
 from longarc.engine.decoding import decode, drawn
-from longarc.engine.request import Request, checked_prompt
+from longarc.engine.request import Request, check_scoring, checked_prompt
 from longarc.engine.sampler import seed_of_request
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
@@ -198,10 +198,14 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
-        if len(token_ids) > self._max_context_tokens:
-            raise EngineRequestError(
-                f"cannot score {len(token_ids)} tokens: max_context_tokens={self._max_context_tokens}"
-            )
+        if self._failure is not None:
+            raise self._failure
+        check_scoring(
+            token_ids,
+            temperature,
+            max_context_tokens=self._max_context_tokens,
+            vocab_size=self._model.config.vocab_size,
+        )
         loop = asyncio.get_running_loop()
         self._interrupt.set()
         return await loop.run_in_executor(self._pool, self._score, list(token_ids), temperature)

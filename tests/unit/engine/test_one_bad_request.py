@@ -8,7 +8,7 @@ from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.sampler import seed_of_request, uniforms
-from longarc.engine.wire import StreamRequest, from_plain
+from longarc.engine.wire import ScoreRequest, StreamRequest, from_plain
 from longarc.errors import (
     ContractError,
     EngineFaultError,
@@ -128,3 +128,49 @@ async def test_a_path_that_cannot_be_one_refuses_the_weights_and_nothing_else():
         with pytest.raises(WeightsRefusedError, match="null byte"):
             await engine.update_weights(WeightSource(path="a\0b", sha256="0"), policy_version=1)
         assert await complete(engine)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "temperature", "message"),
+    [
+        ([], 1.0, "nothing to score"),
+        ([1, 2, 99999], 1.0, r"span 1\.\.99999, but the vocabulary is 0\.\.63"),
+        ([-3], 1.0, r"span -3\.\.-3"),
+        ([2**63], 1.0, f"{2**63}"),
+        ([1] * 65, 1.0, "cannot score 65 tokens"),
+        ([1, 2], 0.0, r"temperature=0\.0 has to be at least 1e-06 and finite"),
+        ([1, 2], -1.0, r"temperature=-1\.0 has to be"),
+        ([1, 2], 1e-300, r"temperature=1e-300 has to be"),
+        ([1, 2], float("nan"), "temperature=nan has to be"),
+        ([1, 2], float("inf"), "temperature=inf has to be"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused_as_the_requests_fault(
+    token_ids, temperature, message
+):
+    async with make_engine() as engine:
+        with pytest.raises(EngineRequestError, match=message):
+            await engine.score(token_ids, temperature=temperature)
+        assert len(await engine.score([1, 2], temperature=MIN_TEMPERATURE)) == 2
+
+
+async def test_a_closed_engine_scores_nothing_and_another_one_may():
+    engine = make_engine()
+    async with engine:
+        pass
+    with pytest.raises(EngineLostError, match="closed"):
+        await engine.score([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (StreamRequest, {}, r"StreamRequest: missing \['prompt_ids', 'sampling', 'session_id'\]"),
+        (StreamRequest, {"prompt_ids": [], "session_id": "s", "sampling": {}}, "max_new_tokens"),
+        (ScoreRequest, {}, r"ScoreRequest: missing \['token_ids'\]; allowed are .*temperature"),
+    ],
+)
+def test_missing_keys_are_named_and_not_pythons_arguments(kind, body, message):
+    with pytest.raises(EngineRequestError, match=message) as refused:
+        from_plain(kind, body)
+    assert "__init__" not in str(refused.value)
