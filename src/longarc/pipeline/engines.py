@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from longarc.config.engine import EngineConfig
+from longarc.config.model import ModelConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
-from longarc.errors import ConfigError
+from longarc.errors import ConfigError, EngineLostError
 from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
 from longarc.records.sampling import WeightSource
@@ -20,6 +21,7 @@ ENGINE_KEY = "LONGARC_ENGINE_KEY"
 """Environment variable with the key of the engine servers; they and who uses them need the same."""
 
 _WEIGHTS = "model.safetensors"
+_DEFAULT_CONTEXT_TOKENS = 4096
 
 
 def embedded_engine(
@@ -53,6 +55,27 @@ def embedded_engine(
         seed=seed,
         token_bytes=token_bytes,
     )
+
+
+def served_context_tokens(asked: int | None, model: ModelConfig) -> int:
+    """Return the longest context that a server gives [tokens].
+
+    Args:
+        asked: by --max-context-tokens; None takes what the model can, at most 4096.
+        model: what is served.
+
+    Raises:
+        ConfigError: the model cannot do that much.
+    """
+    longest = model.max_position_embeddings
+    if asked is None:
+        return min(_DEFAULT_CONTEXT_TOKENS, longest)
+    if asked > longest:
+        raise ConfigError(
+            f"--max-context-tokens {asked} is more than the {longest} tokens that the model was made for "
+            f"(max_position_embeddings); ask for {longest} or less"
+        )
+    return asked
 
 
 async def stopped_or_failed(stop: asyncio.Event, engines: Sequence[Engine]) -> None:
@@ -108,7 +131,14 @@ async def engine_servers(
         engines: dict[str, Engine] = {}
         for address in config.servers:
             first = await opened.enter_async_context(RemoteEngine(address, api_key=key))
-            described = await first.describe()
+            try:
+                described = await first.describe()
+            except EngineLostError as error:
+                raise EngineLostError(
+                    f"{error}. Every server of engine.servers has to answer when a stage begins, because its "
+                    f"model is compared then: start this one with longarc serve --engine-only, or take it out "
+                    f"of engine.servers. One that is lost later is done without"
+                ) from error
             _check(address, described, loaded, max_context_tokens=max_context_tokens)
             engines[f"{address}#0"] = first
             for rank in range(1, described.num_ranks):
