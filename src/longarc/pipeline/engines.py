@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import ModelConfig
@@ -84,7 +85,7 @@ async def stopped_or_failed(stop: asyncio.Event, engines: Sequence[Engine]) -> N
     An engine of another program tells its failure only to who asks it for something, so it ends no wait.
     """
     own = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
-    waits: list[asyncio.Future[object]] = [asyncio.ensure_future(stop.wait())]
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
     if len(own) == len(engines):
         waits.append(asyncio.gather(*(engine.failed() for engine in own)))
     try:
