@@ -2,6 +2,8 @@
 
 import argparse
 
+from longarc.records.sampling import MIN_TEMPERATURE
+
 
 def positive_int(text: str) -> int:
     """Read a whole number of at least 1."""
@@ -12,10 +14,12 @@ def positive_int(text: str) -> int:
 
 
 def temperature(text: str) -> float:
-    """Read a finite number of at least 0."""
+    """Read a temperature that can be sampled with."""
     number = _number(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{number} is not a temperature; 0 and more are")
+    if number != 0 and not MIN_TEMPERATURE <= number < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{number} is not a temperature; 0 is, or {MIN_TEMPERATURE} and more"
+        )
     return number
 
 

@@ -59,12 +59,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive_int,
         metavar="N",
-        help="engines side by side, which share the cores; 1",
+        help="engines side by side, which share the cores, at most one for each (or 8); 1",
     )
     engine.add_argument(
         "--attention",
         choices=("dense", "sparse"),
-        help="how a Hugging Face model attends; a run's checkpoint knows",
+        help="how a Hugging Face model attends; dense, so a model that a dsa stage trained needs sparse. A run's "
+        "checkpoint knows",
     )
     engine.add_argument(
         "--drain-s",
@@ -96,11 +97,16 @@ def _refuse_useless(arguments: argparse.Namespace) -> None:
 def _serve_chat(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from longarc.config.stages import RolloutConfig
+    from longarc.errors import ConfigError
     from longarc.pipeline.local import open_workspace, stopping_on_signals
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.serve import ServeSettings, serve
 
+    if _is_weights(arguments.run_dir):
+        raise ConfigError(
+            f"{arguments.run_dir} is a Hugging Face directory and not a run, so it has no chat format: serve it "
+            f"with --engine-only, or start a run from it (initial.path) and serve that"
+        )
     recipe = recipe_of_run(arguments.run_dir)
     api_key, shown_key = _key(arguments, "LONGARC_API_KEY")
     progress = ProgressLine()
@@ -110,13 +116,9 @@ def _serve_chat(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         api_key=api_key,
-        rollout=RolloutConfig(
-            temperature=1.0 if temperature is None else temperature,
-            max_new_tokens=arguments.max_new_tokens or 256,
-            max_context_tokens=min(
-                arguments.max_context_tokens or 4096, recipe.model.max_position_embeddings
-            ),
-        ),
+        temperature=1.0 if temperature is None else temperature,
+        max_new_tokens=arguments.max_new_tokens or 256,
+        max_context_tokens=arguments.max_context_tokens,
         thinking=bool(arguments.thinking),
     )
 
@@ -147,8 +149,7 @@ def _serve_engine(arguments: argparse.Namespace) -> int:
 
     api_key, shown_key = _key(arguments, ENGINE_KEY)
     settings = _engine_settings(arguments, api_key)
-    is_weights = (arguments.run_dir / "config.json").is_file()
-    recipe = None if is_weights else recipe_of_run(arguments.run_dir)
+    recipe = None if _is_weights(arguments.run_dir) else recipe_of_run(arguments.run_dir)
     progress = ProgressLine()
 
     async def work() -> None:
@@ -166,6 +167,11 @@ def _serve_engine(arguments: argparse.Namespace) -> int:
 
     asyncio.run(work())
     return ExitCode.OK
+
+
+def _is_weights(directory: Path) -> bool:
+    """Say whether a directory holds a model in Hugging Face's form and no run."""
+    return (directory / "config.json").is_file()
 
 
 def _engine_settings(arguments: argparse.Namespace, api_key: str) -> "EngineServerSettings":

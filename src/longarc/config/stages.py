@@ -1,13 +1,15 @@
 """Settings of each stage of the arc; a recipe is a sequence of these."""
 
+import math
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from longarc.config.model import MAX_DEPTHS, AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
+from longarc.records.sampling import MIN_TEMPERATURE
 
 
 def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
@@ -281,6 +283,13 @@ class RolloutConfig(Settings):
     """Budget of one turn [tokens]."""
     max_context_tokens: int = Field(1024, ge=16)
     """Budget of a whole rollout, prompts and observations included [tokens]."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_sampled_with(cls, temperature: float) -> float:
+        if temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf:
+            return temperature
+        raise ValueError(f"is 0, or at least {MIN_TEMPERATURE} and finite")
 
 
 class RlConfig(Settings):

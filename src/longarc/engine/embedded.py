@@ -13,6 +13,7 @@ worker thread, so the event loop stays free and no lock is needed. Weights are s
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections import deque
@@ -28,7 +29,8 @@ import torch
 
 from longarc.config.engine import EngineConfig
 from longarc.engine.decoding import decode, drawn
-from longarc.engine.request import Request, checked_prompt
+from longarc.engine.request import Request, check_scoring, checked_prompt
+from longarc.engine.sampler import seed_of_request
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
 from longarc.engine.stop_strings import TokenBytes
@@ -57,6 +59,8 @@ from longarc.records.sampling import (
     WeightSource,
 )
 from longarc.runs.checkpoint import file_sha256
+
+_log = logging.getLogger(__name__)
 
 _MAX_STEPS = 16
 """Decode steps in one call; who wants a turn interrupts it, so this only bounds how old `health` can be."""
@@ -127,6 +131,7 @@ class EmbeddedEngine:
         )
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
+        self._has_failed = asyncio.Event()
         self._num_requests = 0
         self._counters = _Counters()
         self._instance_id = secrets.token_hex(8)
@@ -163,6 +168,15 @@ class EmbeddedEngine:
             del self._cache
             self._scheduler.seats.close()
 
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request is answered any more: the engine failed or was closed; None while they are."""
+        return self._failure
+
+    async def failed(self) -> None:
+        """Wait until the engine has failed; to close it is no failure."""
+        await self._has_failed.wait()
+
     # The Engine port -------------------------------------------------------------------------
 
     async def stream(
@@ -184,10 +198,14 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
-        if len(token_ids) > self._max_context_tokens:
-            raise EngineRequestError(
-                f"cannot score {len(token_ids)} tokens: max_context_tokens={self._max_context_tokens}"
-            )
+        if self._failure is not None:
+            raise self._failure
+        check_scoring(
+            token_ids,
+            temperature,
+            max_context_tokens=self._max_context_tokens,
+            vocab_size=self._model.config.vocab_size,
+        )
         loop = asyncio.get_running_loop()
         self._interrupt.set()
         return await loop.run_in_executor(self._pool, self._score, list(token_ids), temperature)
@@ -257,7 +275,7 @@ class EmbeddedEngine:
         seed = (
             sampling.seed
             if sampling.seed is not None
-            else self._seed * 1_000_003 + self._num_requests
+            else seed_of_request(self._seed, self._num_requests)
         )
         request = Request(
             prompt=prompt,
@@ -275,13 +293,27 @@ class EmbeddedEngine:
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            with boundary(EngineError, "the engine failed"):
+            with boundary(EngineLostError, "the engine failed"):
                 while True:
                     await self._one_step(loop)
         except LongArcError as error:
             # Ends every request with the reason; later requests are refused with it too.
+            _log.error("no request can be answered any more: %s", error, exc_info=error)
             self._failure = EngineLostError(str(error))
-            self._fail_all(self._failure)
+            self._has_failed.set()
+            self._fail_all(
+                self._failure, fault=error if isinstance(error, EngineFaultError) else None
+            )
+
+    async def _computed(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Compute a step. One of its requests may be what cannot be computed, and would fail anywhere."""
+        try:
+            with boundary(EngineFaultError, "the engine failed"):
+                await loop.run_in_executor(self._pool, self._compute)
+        except EngineFaultError as error:
+            if isinstance(error.__cause__, MemoryError | OSError):  # it is the machine
+                raise EngineLostError(str(error)) from error.__cause__
+            raise
 
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._interrupt.clear()
@@ -289,7 +321,7 @@ class EmbeddedEngine:
         self._scheduler.drop_cancelled()
         self._scheduler.admit()
         if self._scheduler.num_active:
-            await loop.run_in_executor(self._pool, self._compute)
+            await self._computed(loop)
             # Lets the consumers of finished requests run before the next step is planned.
             await asyncio.sleep(0)
             return
@@ -320,9 +352,11 @@ class EmbeddedEngine:
         """Name the weights; versions may come twice, after a resume for example."""
         return f"{self._num_updates}:{self._version}"
 
-    def _fail_all(self, error: EngineError) -> None:
+    def _fail_all(self, error: EngineError, *, fault: EngineError | None = None) -> None:
+        """End all requests with ``error``; those of the step that failed with ``fault`` where there is one."""
+        computed = {id(r) for r in (*self._scheduler.prefilling, *self._scheduler.running)}
         for request in self._scheduler.clear():
-            request.pieces.put_nowait(error)
+            request.pieces.put_nowait(fault if fault and id(request) in computed else error)
         while self._pending_weights:
             _, _, done = self._pending_weights.popleft()
             if not done.done():
@@ -340,7 +374,8 @@ class EmbeddedEngine:
         return [0.0, *logprobs.tolist()]
 
     def _load(self, source: WeightSource) -> None:
-        found = file_sha256(Path(source.path))
+        with boundary(ContractError, f"reading {source.path!r}"):
+            found = file_sha256(Path(source.path))
         if found != source.sha256:
             raise ContractError(
                 f"{source.path} has digest {found[:12]}, announced was {source.sha256[:12]}; publish again"

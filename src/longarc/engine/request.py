@@ -1,6 +1,7 @@
 """One completion on its way through the engine."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from longarc.engine.pages import Ids
 from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
 from longarc.errors import ContractError, EngineError, EngineRequestError
-from longarc.records.sampling import FinishReason, SampledTokens, Sampling
+from longarc.records.sampling import MIN_TEMPERATURE, FinishReason, SampledTokens, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -155,10 +156,37 @@ def checked_prompt(
             f"prompt of {len(prompt_ids)} + max_new_tokens={sampling.max_new_tokens} is {needed} tokens, "
             f"but max_context_tokens={max_context_tokens}; shorten the prompt or ask for less"
         )
-    lowest, highest = min(prompt_ids), max(prompt_ids)
+    _check_ids("prompt ids", prompt_ids, vocab_size)
+    return np.asarray(prompt_ids, dtype=np.int64)
+
+
+def check_scoring(
+    token_ids: Sequence[int], temperature: float, *, max_context_tokens: int, vocab_size: int
+) -> None:
+    """Refuse what cannot be scored.
+
+    Raises:
+        EngineRequestError: there are no tokens, too many of them or some that are none, or the temperature leaves
+            no distribution.
+    """
+    if not token_ids:
+        raise EngineRequestError("there is nothing to score: token_ids is empty; send at least one")
+    if len(token_ids) > max_context_tokens:
+        raise EngineRequestError(
+            f"cannot score {len(token_ids)} tokens: max_context_tokens={max_context_tokens}"
+        )
+    if not MIN_TEMPERATURE <= temperature < math.inf:
+        raise EngineRequestError(
+            f"temperature={temperature} has to be at least {MIN_TEMPERATURE} and finite to score: at 0 there is "
+            f"no distribution. 1 is the model's own"
+        )
+    _check_ids("token ids", token_ids, vocab_size)
+
+
+def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:
+    lowest, highest = min(ids), max(ids)
     if lowest < 0 or highest >= vocab_size:
         raise EngineRequestError(
-            f"prompt ids span {lowest}..{highest}, but the vocabulary is 0..{vocab_size - 1}: "
+            f"{what} span {lowest}..{highest}, but the vocabulary is 0..{vocab_size - 1}: "
             f"the tokenizer does not match the model"
         )
-    return np.asarray(prompt_ids, dtype=np.int64)

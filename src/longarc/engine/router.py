@@ -24,6 +24,7 @@ from typing import Self
 from longarc.config.routing import RoutingConfig
 from longarc.engine.fleet import Fleet
 from longarc.engine.kept import KeptCompletion
+from longarc.engine.sampler import seed_of_request
 from longarc.engine.streams import closing
 from longarc.engine.worker import Worker
 from longarc.errors import (
@@ -190,7 +191,7 @@ class Router:
         self._num_requests += 1
         if sampling.seed is not None:
             return sampling
-        return replace(sampling, seed=self._seed * 1_000_003 + self._num_requests)
+        return replace(sampling, seed=seed_of_request(self._seed, self._num_requests))
 
     async def _attempt(
         self, worker: Worker, kept: KeptCompletion, session_id: str

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from longarc.engine.pieces import Chunk, Completion
-from longarc.errors import EngineError
+from longarc.errors import EngineError, EngineRequestError
 from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
 
@@ -199,15 +199,19 @@ class ServedEngine:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token.
 
         Raises:
-            EngineError: the tokens do not fit, or ``temperature`` is not 1: servers score prompts at 1 only.
+            EngineRequestError: the tokens do not fit, or ``temperature`` is not 1: servers score prompts at 1 only.
         """
         if temperature != 1.0:
-            raise EngineError(
+            raise EngineRequestError(
                 f"{self.server.name} scores prompts at temperature 1 only, asked was {temperature}; "
                 f"score with the trainer's model instead"
             )
+        if not token_ids:
+            raise EngineRequestError(
+                "there is nothing to score: token_ids is empty; send at least one"
+            )
         if len(token_ids) >= self._limits.max_context_tokens:
-            raise EngineError(
+            raise EngineRequestError(
                 f"cannot score {len(token_ids)} tokens: {self.server.name} samples one more, and "
                 f"max_context_tokens={self._limits.max_context_tokens}"
             )
@@ -306,7 +310,7 @@ class ServedEngine:
         """Refuse what has no embedding: an id beyond the vocabulary ends vLLM's engine process."""
         low, high = min(ids, default=0), max(ids, default=0)
         if low < 0 or high >= self._limits.vocab_size:
-            raise EngineError(
+            raise EngineRequestError(
                 f"prompt ids span {low}..{high}, but the vocabulary is 0..{self._limits.vocab_size - 1}: "
                 f"the tokenizer does not match the model"
             )

@@ -61,6 +61,7 @@ from longarc.records.ports import Engine
 
 _HUNG_UP = 499
 _UNAUTHORISED = 401
+_MAX_RANK_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +174,9 @@ class EngineDoor:
 
     async def _health(self, request: Request) -> Response:
         shown = request.query_params.get("rank", "0")
-        health = await self._rank(int(shown) if shown.isdecimal() else -1).health()
+        if not (shown.isdecimal() and len(shown) <= _MAX_RANK_DIGITS):
+            raise self._no_rank(repr(shown[:80]))
+        health = await self._rank(int(shown)).health()
         # A server that is going to stop is not ready, whatever its engine thinks of itself.
         is_ready = health.is_ready and not self._counters.is_draining
         return _json(dumps(replace(health, is_ready=is_ready, instance_id=self._instance_id)))
@@ -213,10 +216,13 @@ class EngineDoor:
 
     def _rank(self, rank: int) -> Engine:
         if not 0 <= rank < len(self._ranks):
-            raise EngineRequestError(
-                f"there is no rank {rank}: this server has 0 .. {len(self._ranks) - 1}"
-            )
+            raise self._no_rank(str(rank))
         return self._ranks[rank]
+
+    def _no_rank(self, asked: str) -> EngineRequestError:
+        return EngineRequestError(
+            f"there is no rank {asked}: this server has 0 .. {len(self._ranks) - 1}"
+        )
 
     def _check_open(self) -> None:
         if self._counters.is_draining:

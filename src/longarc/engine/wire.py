@@ -192,13 +192,19 @@ def _record(kind: Any, raw: Any, where: str) -> Any:
             f"{where}: unknown key {min(unknown)!r}, allowed are {sorted(hints)}. The other side may be "
             f"of another version; run the same LongArc on both"
         )
+    missing = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in raw
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise EngineRequestError(f"{where}: missing {missing}; allowed are {sorted(hints)}")
     values = {name: from_plain(hints[name], raw[name], where=f"{where}.{name}") for name in raw}
     try:
         return kind(**values)
-    except (
-        TypeError,
-        ContractError,
-    ) as error:  # a key without default is missing, or a value is none
+    except ContractError as error:  # a value that the record refuses
         raise EngineRequestError(f"{where}: {error}") from error
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longarc.gateway.session import Answer
 from longarc.gateway.wire import WireError, unsupported
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
+from longarc.records.sampling import MAX_SEED
 from longarc.tokens.arguments import call_from_json
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -99,12 +100,14 @@ class _Request(_Wire):
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     logprobs: bool | None = None
     thinking: _Thinking | None = None
     """GLM's own extension of the dialect; reasoning of earlier turns is always kept."""
 
 
+_SHOWN_CHARS: Final = 80
+"""Of a value that is refused."""
 _WITHOUT_EFFECT: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 )
@@ -209,7 +212,7 @@ def write_response(
 
 
 def _refusal(error: ValidationError) -> WireError:
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     param = ""
     for part in first["loc"]:
         if isinstance(part, int):
@@ -218,6 +221,8 @@ def _refusal(error: ValidationError) -> WireError:
             # The rest are names of union members, which mean nothing to a client.
             param += f".{part}" if param else part
     what = f"{param}: {first['msg']}" if param else first["msg"]
+    if param and isinstance(first["input"], int | float | str):
+        what += f", got {str(first['input'])[:_SHOWN_CHARS]!r}"
     return WireError(400, f"the request is not a chat completion: {what}", param=param or None)
 
 

@@ -176,12 +176,15 @@ class _Door:
         if not self._settings.honours_sampling:
             return None
         own = session.settings.sampling
-        return replace(
-            own,
-            temperature=own.temperature if chat.temperature is None else chat.temperature,
-            top_p=own.top_p if chat.top_p is None else chat.top_p,
-            seed=chat.seed,
-        )
+        try:
+            return replace(
+                own,
+                temperature=own.temperature if chat.temperature is None else chat.temperature,
+                top_p=own.top_p if chat.top_p is None else chat.top_p,
+                seed=chat.seed,
+            )
+        except ContractError as error:  # a value that the dialect has and no engine can sample with
+            raise WireError(400, str(error)) from error
 
 
 def _shown_key(request: Request) -> str | None:

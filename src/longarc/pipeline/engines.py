@@ -1,16 +1,19 @@
 """Builds the engine that samples: one in this process, or the router over engine servers."""
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from longarc.config.engine import EngineConfig
+from longarc.config.model import ModelConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
-from longarc.errors import ConfigError
+from longarc.errors import ConfigError, EngineLostError
 from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
 from longarc.records.sampling import WeightSource
@@ -19,6 +22,7 @@ ENGINE_KEY = "LONGARC_ENGINE_KEY"
 """Environment variable with the key of the engine servers; they and who uses them need the same."""
 
 _WEIGHTS = "model.safetensors"
+_DEFAULT_CONTEXT_TOKENS = 4096
 
 
 def embedded_engine(
@@ -54,6 +58,54 @@ def embedded_engine(
     )
 
 
+def served_context_tokens(asked: int | None, model: ModelConfig) -> int:
+    """Return the longest context that a server gives [tokens].
+
+    Args:
+        asked: by --max-context-tokens; None takes what the model can, at most 4096.
+        model: what is served.
+
+    Raises:
+        ConfigError: the model cannot do that much.
+    """
+    longest = model.max_position_embeddings
+    if asked is None:
+        return min(_DEFAULT_CONTEXT_TOKENS, longest)
+    if asked > longest:
+        raise ConfigError(
+            f"--max-context-tokens {asked} is more than the {longest} tokens that the model was made for "
+            f"(max_position_embeddings); ask for {longest} or less"
+        )
+    return asked
+
+
+async def stopped_or_failed(stop: asyncio.Event, engines: Sequence[Engine]) -> None:
+    """Wait until ``stop`` is set, or until none of the engines can answer any more because all have failed.
+
+    An engine of another program tells its failure only to who asks it for something, so it ends no wait.
+    """
+    own = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
+    if len(own) == len(engines):
+        waits.append(asyncio.gather(*(engine.failed() for engine in own)))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def raise_failure(engines: Sequence[Engine]) -> None:
+    """Raise why the first engine that failed did so, where one did: whoever served it has to say that it ended badly.
+
+    Raises:
+        EngineError: of that engine.
+    """
+    for engine in engines:
+        if isinstance(engine, EmbeddedEngine) and engine.failure is not None:
+            raise engine.failure
+
+
 @asynccontextmanager
 async def engine_servers(
     config: EngineConfig, loaded: Loaded, *, max_context_tokens: int, seed: int
@@ -80,7 +132,14 @@ async def engine_servers(
         engines: dict[str, Engine] = {}
         for address in config.servers:
             first = await opened.enter_async_context(RemoteEngine(address, api_key=key))
-            described = await first.describe()
+            try:
+                described = await first.describe()
+            except EngineLostError as error:
+                raise EngineLostError(
+                    f"{error}. Every server of engine.servers has to answer when a stage begins, because its "
+                    f"model is compared then: start this one with longarc serve --engine-only, or take it out "
+                    f"of engine.servers. One that is lost later is done without"
+                ) from error
             _check(address, described, loaded, max_context_tokens=max_context_tokens)
             engines[f"{address}#0"] = first
             for rank in range(1, described.num_ranks):

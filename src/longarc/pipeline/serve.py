@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from longarc.config.stages import RolloutConfig
-from longarc.errors import ConfigError
+from longarc.errors import ConfigError, boundary
 from longarc.gateway.access import ServeAccess
 from longarc.gateway.core import Gateway
 from longarc.gateway.http import HttpSettings, build_app
 from longarc.gateway.server import bound_socket
 from longarc.gateway.server import serving as http_serving
 from longarc.gateway.session import GatewaySession
+from longarc.pipeline.engines import raise_failure, served_context_tokens, stopped_or_failed
 from longarc.pipeline.rl import sampling_of, serving
-from longarc.pipeline.workspace import Workspace
+from longarc.pipeline.workspace import Loaded, Workspace
 from longarc.records.outcome import Disposition, Outcome
 from longarc.records.segment import Segment
 from longarc.records.trajectory import Trajectory
@@ -37,7 +38,12 @@ class ServeSettings:
     port: int
     """0 takes a free one."""
     api_key: str
-    rollout: RolloutConfig
+    temperature: float
+    """Unless a request says otherwise."""
+    max_new_tokens: int
+    """Of one answer, unless a request says otherwise [tokens]."""
+    max_context_tokens: int | None
+    """Of a whole session [tokens]; None = what the model can, at most 4096."""
     thinking: bool = False
     """Whether answers open with a thinking block unless the request says otherwise."""
 
@@ -49,7 +55,7 @@ async def serve(
     on_ready: Callable[[str, str], None],
     on_recorded: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Serve until the workspace's ``stop`` is set.
+    """Serve until the workspace's ``stop`` is set or the engine has failed.
 
     Args:
         workspace: the run.
@@ -59,21 +65,25 @@ async def serve(
             earlier server left behind.
 
     Raises:
-        ConfigError: no stage is finished, or the asked one is not.
+        ConfigError: no stage is finished, or the asked one is not; or the model cannot do so many tokens.
         ResourceError: the address cannot be had.
+        EngineError: the engine failed; its sessions are recorded.
     """
     stage = _asked(workspace, settings.stage)
     loaded = workspace.load(workspace.final(stage))
+    rollout = _rollout(settings, loaded)
     listener = bound_socket(settings.host, settings.port)
     async with serving(
         workspace,
         loaded,
-        settings.rollout,
+        rollout,
         policy_version=loaded.manifest.policy_version,
         num_threads=workspace.recipe.threads,
         logs_turns=True,
     ) as served:
-        sessions = _ServedSessions(workspace.ledger, served.gateway, settings, on_recorded)
+        sessions = _ServedSessions(
+            workspace.ledger, served.gateway, rollout, settings.thinking, on_recorded
+        )
         await sessions.recover()
         access = ServeAccess([settings.api_key], sessions.open)
         app = build_app(
@@ -84,9 +94,10 @@ async def serve(
         try:
             async with http_serving(app, listener) as base_url:
                 on_ready(f"{base_url}/v1", stage)
-                await workspace.stop.wait()
+                await stopped_or_failed(workspace.stop, [served.engine])
         finally:
             await sessions.close()
+        raise_failure([served.engine])
 
 
 @dataclass(slots=True)
@@ -95,7 +106,8 @@ class _ServedSessions:
 
     ledger: Ledger
     gateway: Gateway
-    settings: ServeSettings
+    rollout: RolloutConfig
+    thinking: bool
     on_recorded: Callable[[str, int], None] | None
     _opened_at_s: dict[str, float] = field(default_factory=dict)
     """Start of each open session [seconds since the epoch]."""
@@ -116,9 +128,9 @@ class _ServedSessions:
             session = self.gateway.restore(
                 session_id,
                 self.ledger.turns(session_id),
-                sampling=sampling_of(self.settings.rollout, self.gateway),
-                thinking=self.settings.thinking,
-                max_context_tokens=self.settings.rollout.max_context_tokens,
+                sampling=sampling_of(self.rollout, self.gateway),
+                thinking=self.thinking,
+                max_context_tokens=self.rollout.max_context_tokens,
             )
             self._opened_at_s[session_id] = time.time()
             await self._record(session_id, session)
@@ -131,9 +143,9 @@ class _ServedSessions:
     def _open(self, session_id: str) -> GatewaySession:
         session = self.gateway.open(
             session_id,
-            sampling=sampling_of(self.settings.rollout, self.gateway),
-            thinking=self.settings.thinking,
-            max_context_tokens=self.settings.rollout.max_context_tokens,
+            sampling=sampling_of(self.rollout, self.gateway),
+            thinking=self.thinking,
+            max_context_tokens=self.rollout.max_context_tokens,
         )
         self._opened_at_s[session_id] = time.time()
         return session
@@ -149,6 +161,16 @@ class _ServedSessions:
             self.ledger.complete(trajectory, disposition=Disposition.SERVED)
             if self.on_recorded is not None:
                 self.on_recorded(session_id, num_turns)
+
+
+def _rollout(settings: ServeSettings, loaded: Loaded) -> RolloutConfig:
+    max_context_tokens = served_context_tokens(settings.max_context_tokens, loaded.model.config)
+    with boundary(ConfigError, f"a session of {max_context_tokens} tokens (--max-context-tokens)"):
+        return RolloutConfig(
+            temperature=settings.temperature,
+            max_new_tokens=settings.max_new_tokens,
+            max_context_tokens=max_context_tokens,
+        )
 
 
 def _served_trajectory(

@@ -4,6 +4,7 @@ A run that is being trained may be served: nothing of it is locked or written.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -21,7 +22,8 @@ from longarc.errors import ConfigError
 from longarc.gateway.server import bound_socket
 from longarc.gateway.server import serving as http_serving
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_weights import load_pretrained_dir
+from longarc.models.hf_weights import load_pretrained_dir, pretrained_config
+from longarc.pipeline.engines import raise_failure, served_context_tokens, stopped_or_failed
 from longarc.pipeline.workspace import (
     TOKENIZER_FILE,
     Attention,
@@ -29,6 +31,11 @@ from longarc.pipeline.workspace import (
 )
 from longarc.runs.directory import RunDirectory
 from longarc.tokens.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_MIN_MOST_RANKS = 8
+_SPARSE_FAMILY = "glm_moe_dsa"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +45,7 @@ class EngineServerSettings:
     stage: str | None
     """Stage whose final checkpoint is served first; None = the newest one that is finished."""
     attention: Literal["dense", "sparse"] | None
-    """How the model of a Hugging Face directory attends; a run's checkpoint knows."""
+    """How the model of a Hugging Face directory attends, None = densely; a run's checkpoint knows."""
     host: str
     port: int
     """0 takes a free one."""
@@ -72,7 +79,7 @@ async def serve_engine(
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Serve until ``stop`` is set, then drain.
+    """Serve until ``stop`` is set or every engine has failed, then drain.
 
     Args:
         source: a run directory, or a Hugging Face directory.
@@ -82,9 +89,12 @@ async def serve_engine(
         on_ready: told the address once requests are answered.
 
     Raises:
-        ConfigError: no stage is finished, or the asked one is not.
+        ConfigError: no stage is finished, or the asked one is not; or an option asks for what the model or the
+            machine cannot do.
         ResourceError: the address cannot be had.
+        EngineError: an engine failed; the server goes on as long as another one is left.
     """
+    _check_ranks(settings.num_ranks)
     served = (
         _of_directory(source, settings) if recipe is None else _of_run(source, recipe, settings)
     )
@@ -94,9 +104,7 @@ async def serve_engine(
         ranks: list[EmbeddedEngine] = []
         for rank in range(settings.num_ranks):
             model = served.load()
-            max_context_tokens = settings.max_context_tokens or min(
-                4096, model.config.max_position_embeddings
-            )
+            max_context_tokens = served_context_tokens(settings.max_context_tokens, model.config)
             engine = EmbeddedEngine(
                 model,
                 served.config,
@@ -119,13 +127,35 @@ async def serve_engine(
         )
         async with http_serving(door.app(), listener) as address:
             on_ready(address)
-            await stop.wait()
+            await stopped_or_failed(stop, ranks)
             await door.drain(within_s=settings.drain_s)
+        raise_failure(ranks)
+
+
+def _check_ranks(num_ranks: int) -> None:
+    """Refuse more engines than there are cores to share; on a small machine a few more do no harm."""
+    most = max(_num_cores(), _MIN_MOST_RANKS)
+    if num_ranks > most:
+        raise ConfigError(
+            f"--ranks {num_ranks}: at most {most} here, where {_num_cores()} cores are to be shared; each rank has "
+            f"a copy of the model, and one without a core makes nothing faster"
+        )
 
 
 def _of_directory(directory: Path, settings: EngineServerSettings) -> _Served:
     if settings.stage is not None:
         raise ConfigError(f"--stage means nothing for {directory}, which is no run")
+    family = pretrained_config(directory).family
+    if settings.attention == "sparse" and family != _SPARSE_FAMILY:
+        raise ConfigError(
+            f"--attention sparse: {directory} holds a {family} model, which has no sparse attention; leave it out"
+        )
+    if settings.attention is None and family == _SPARSE_FAMILY:
+        _log.warning(
+            "%s does not say how its model was trained to attend: it attends densely; give --attention sparse "
+            "if a dsa stage trained it",
+            directory,
+        )
     return _Served(
         load=lambda: load_pretrained_dir(directory),
         attention=settings.attention or "dense",

@@ -6,6 +6,11 @@ from typing import Literal, TypeAlias
 
 from longarc.errors import ContractError
 
+MAX_SEED = 2**63 - 1
+"""Largest seed: what every engine, and every JSON between them, can carry as a whole number."""
+MIN_TEMPERATURE = 1e-6
+"""Least temperature above 0; dividing by less leaves no numbers in single precision."""
+
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 """stop: a stop id was sampled, or the last token completed a stop string (it is part of the completion); length:
 the token budget ran out."""
@@ -23,7 +28,7 @@ class Sampling:
     max_new_tokens: int
     """Upper bound of the completion [tokens]."""
     temperature: float = 1.0
-    """0 takes the most likely token (lowest id on ties); its log-probability is then 0."""
+    """0 takes the most likely token (lowest id on ties); its log-probability is then 0. Else at least 1e-6."""
     top_p: float = 1.0
     """Share of the probability that the kept tokens reach; above 0, and 1 keeps every token."""
     top_k: int = 0
@@ -44,7 +49,8 @@ class Sampling:
     """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
     change and at the end, which costs the engine least. A router hands over more pieces than that."""
     seed: int | None = None
-    """Makes the completion reproducible for the same weights; None draws a seed from the engine's stream."""
+    """Makes the completion reproducible for the same weights; 0 to 2**63 - 1. None draws a seed from the engine's
+    stream."""
     num_sampled_before: int = 0
     """Tokens at the end of the prompt that belong to this completion already [tokens]: it was begun elsewhere
     and goes on here. Draws go on at this position of the seed's stream; the budget is what is left."""
@@ -52,12 +58,26 @@ class Sampling:
     def __post_init__(self) -> None:
         rules = (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
+            (
+                "temperature",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"0, or at least {MIN_TEMPERATURE} and finite",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "at least 0, which keeps every token"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            (
+                "stop_ids",
+                all(0 <= token_id <= MAX_SEED for token_id in self.stop_ids),
+                "ids of tokens, which are at least 0 and below 2**63",
+            ),
             ("stop_strings", all(self.stop_strings), "without an empty string"),
             ("stream_interval_tokens", self.stream_interval_tokens >= 0, "at least 0"),
+            (
+                "seed",
+                self.seed is None or 0 <= self.seed <= MAX_SEED,
+                f"None, or at least 0 and at most {MAX_SEED} (2**63 - 1)",
+            ),
             ("num_sampled_before", self.num_sampled_before >= 0, "at least 0"),
         )
         for name, holds, allowed in rules:

@@ -27,3 +27,16 @@ def test_a_time_is_finite_and_not_negative(seconds, capsys):
     with pytest.raises(SystemExit):
         main(["serve", "x", "--engine-only", "--drain-s", seconds])
     assert "is not a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["-1", "1e-300", "inf", "nan"])
+def test_a_temperature_can_be_sampled_with(temperature, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "x", "--temperature", temperature])
+    assert "is not a temperature; 0 is, or 1e-06 and more" in capsys.readouterr().err
+
+
+def test_chat_over_a_hugging_face_directory_says_how_it_can_be_served(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "serve it with --engine-only" in capsys.readouterr().err

@@ -354,3 +354,18 @@ async def test_a_wire_error_is_one_of_ours():
     async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
         with pytest.raises(LongArcError):
             await engine.health()
+
+
+@pytest.mark.parametrize("asked", ["x", "-1", "1", "9" * 5000])
+async def test_a_rank_that_is_none_is_named_as_it_was_asked_for(asked):
+    async with (
+        served(FakeWorkerEngine()) as (_, address),
+        httpx.AsyncClient(base_url=address, trust_env=False) as client,
+    ):
+        reply = await client.get(
+            "/v1/health", params={"rank": asked}, headers={"authorization": f"Bearer {KEY}"}
+        )
+    error = reply.json()["error"]
+    assert (reply.status_code, error["kind"]) == (400, "EngineRequestError")
+    assert asked[:80] in error["message"]
+    assert "has 0 .. 0" in error["message"]

@@ -95,7 +95,7 @@ def test_a_body_that_is_not_the_record_is_refused_with_the_place(kind, body, mes
 
 def test_what_json_cannot_carry_is_refused_where_it_is_sent():
     with pytest.raises(EngineRequestError, match="Sampling cannot be sent"):
-        dumps(Sampling(max_new_tokens=1, seed=2**70))
+        dumps(Sampling(max_new_tokens=1, top_k=2**70))
     with pytest.raises(TypeError, match="has no form in JSON"):
         plain(object())
 

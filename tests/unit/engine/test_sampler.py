@@ -133,8 +133,8 @@ def test_raw_logprobs_are_those_of_the_plain_distribution():
     ("field", "value", "allowed"),
     [
         ("max_new_tokens", 0, "at least 1"),
-        ("temperature", -0.1, "at least 0 and finite"),
-        ("temperature", float("inf"), "at least 0 and finite"),
+        ("temperature", -0.1, "0, or at least 1e-06 and finite"),
+        ("temperature", float("inf"), "0, or at least 1e-06 and finite"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.2, "above 0 and at most 1"),
         ("top_k", -1, "at least 0"),

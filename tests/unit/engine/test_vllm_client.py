@@ -7,7 +7,7 @@ import pytest
 from engine_servers import FakeVllm
 from longarc.engine.served import BrokenServerError, ServedEngine, ServedLimits
 from longarc.engine.vllm import VllmServer
-from longarc.errors import ConfigError, EngineError, EngineFaultError
+from longarc.errors import ConfigError, EngineError, EngineFaultError, EngineRequestError
 from longarc.records.sampling import Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
 
@@ -244,10 +244,14 @@ async def test_a_full_engine_pushes_back():
 async def test_scores_start_with_zero_and_are_at_temperature_1_only():
     engine = make(FakeVllm())
     assert await engine.score([5, 6, 7]) == [0.0, -0.06, -0.07]
-    with pytest.raises(EngineError, match="at temperature 1 only"):
+    with pytest.raises(EngineRequestError, match="at temperature 1 only"):
         await engine.score([5, 6], temperature=0.5)
-    with pytest.raises(EngineError, match="samples one more"):
+    with pytest.raises(EngineRequestError, match="samples one more"):
         await engine.score([1] * 64)
+    with pytest.raises(EngineRequestError, match="nothing to score"):
+        await engine.score([])
+    with pytest.raises(EngineRequestError, match=r"span -3\.\.-3"):
+        await engine.score([-3])
 
 
 async def test_health_adds_up_the_servers_engines():

@@ -220,6 +220,8 @@ async def test_a_rollout_is_sampled_as_the_run_decides_and_a_served_model_as_the
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temperature": "hot"}, "temperature"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "clear_thinking": True}}, "thinking.clear_thinking"),
     ],
@@ -234,6 +236,18 @@ async def test_what_is_not_supported_or_wrong_is_a_400_that_names_the_field(more
     assert error["type"] == "invalid_request_error"
     assert param.partition(".")[0] in error["message"]
     assert door.engine.requests == []
+
+
+@pytest.mark.parametrize("asked", [{"seed": -1}, {"temperature": 1e-09}, {"seed": 2**64}])
+async def test_a_value_that_cannot_be_sampled_with_is_a_400_that_tells_it(asked):
+    door = Door(FakeEngine([]), HttpSettings(honours_sampling=True))
+    async with door.raw() as client:
+        answer = await client.post("/v1/chat/completions", json=chat_body(**asked))
+    assert answer.status_code == 400
+    ((name, value),) = asked.items()
+    message = answer.json()["error"]["message"]
+    assert name in message
+    assert str(value) in message
 
 
 async def test_the_sdk_raises_its_own_error_type_with_the_field():

@@ -1,7 +1,7 @@
 """What a stage asks of the servers that its recipe names."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +10,25 @@ import pytest
 from fakes import FakeWorkerEngine
 from longarc.config.engine import EngineConfig
 from longarc.config.loader import load_settings
+from longarc.config.model import LlamaConfig
 from longarc.config.recipe import Recipe
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.server import DoorSettings, EngineDoor
 from longarc.engine.wire import EngineDescription
-from longarc.errors import ConfigError, EngineLostError
+from longarc.errors import ConfigError, EngineFaultError, EngineLostError
 from longarc.gateway.server import bound_socket, serving
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_pretrained_dir, save_weights
 from longarc.pipeline.engines import engine_servers
+from longarc.pipeline.local import open_workspace
+from longarc.pipeline.progress import ProgressLine
+from longarc.pipeline.serve import ServeSettings, serve
 from longarc.pipeline.serve_engine import EngineServerSettings, serve_engine
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.records.sampling import Sampling
 from longarc.runs.directory import RunDirectory
 from model_cases import small_glm
+from token_samples import small_tokenizer
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
 SERVER = EngineServerSettings(
@@ -129,7 +134,10 @@ async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
     with bound_socket() as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     routed = EngineConfig(servers=(address,))
-    with pytest.raises(EngineLostError, match="cannot be reached"):
+    with pytest.raises(
+        EngineLostError,
+        match=r"cannot be reached.*start this one .*or take it out of engine\.servers",
+    ):
         async with engine_servers(routed, loaded, max_context_tokens=512, seed=0):
             pass
 
@@ -142,6 +150,11 @@ async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
             r"--stage 'distill' of .* cannot be served: finished training stages are \['sft'\]",
         ),
         ({"attention": "dense"}, "its checkpoints know how they attend"),
+        ({"num_ranks": 100_000}, r"--ranks 100000: at most \d+ here, where \d+ cores"),
+        (
+            {"max_context_tokens": 999_999},
+            r"--max-context-tokens 999999 is more than the \d+ tokens that the model was made for",
+        ),
     ],
 )
 async def test_a_run_says_what_of_it_can_be_served(run, recipe, change, message):
@@ -174,3 +187,111 @@ async def test_a_hugging_face_directory_is_served(tmp_path):
 async def test_a_hugging_face_directory_has_no_stages(tmp_path):
     with pytest.raises(ConfigError, match="which is no run"):
         await serve_engine(tmp_path, None, replace(SERVER, stage="sft"), stop=None, on_ready=print)
+
+
+@contextmanager
+def broken_steps():
+    """Let no decode step succeed."""
+
+    def broken(*_, **__):
+        raise OverflowError("too large")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longarc.engine.embedded.decode", broken)
+        yield
+
+
+async def test_sparse_attention_is_refused_where_the_model_has_none(tmp_path):
+    model = LlamaConfig(vocab_size=64, hidden_size=48, max_position_embeddings=256)
+    save_pretrained_dir(build_model(model, seed=0), tmp_path)
+    sparse = replace(SERVER, attention="sparse")
+    with pytest.raises(ConfigError, match=r"--attention sparse: .* holds a llama model, which has"):
+        await serve_engine(tmp_path, None, sparse, stop=None, on_ready=print)
+
+
+@pytest.mark.parametrize("attention", [None, "dense", "sparse"])
+async def test_a_model_that_could_attend_sparsely_does_so_only_if_asked_and_says_it(
+    tmp_path, caplog, attention
+):
+    save_pretrained_dir(build_model(small_glm(), seed=0), tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, attention=attention)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+        )
+        async with RemoteEngine(await ready, api_key="k") as engine:
+            described = await engine.describe()
+        stop.set()
+    assert described.attention == (attention or "dense")
+    assert ("it attends densely; give --attention sparse" in caplog.text) == (attention is None)
+
+
+async def test_a_server_whose_engines_have_all_failed_ends_and_says_why(tmp_path):
+    save_pretrained_dir(build_model(small_glm(), seed=0), tmp_path)
+    ready = asyncio.get_running_loop().create_future()
+    serving_it = asyncio.ensure_future(
+        serve_engine(tmp_path, None, SERVER, stop=asyncio.Event(), on_ready=ready.set_result)
+    )
+    with broken_steps():
+        async with RemoteEngine(await ready, api_key="k") as engine:
+            with pytest.raises(EngineFaultError, match="OverflowError: too large"):
+                async for _ in engine.stream([1], Sampling(max_new_tokens=3), session_id="s"):
+                    pass
+        with pytest.raises(EngineLostError, match="OverflowError: too large"):
+            await serving_it
+
+
+async def test_a_server_with_one_engine_left_goes_on_and_says_at_its_end_that_one_failed(tmp_path):
+    save_pretrained_dir(build_model(small_glm(), seed=0), tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, num_ranks=2)
+    serving_it = asyncio.ensure_future(
+        serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+    )
+    address, asked = await ready, Sampling(max_new_tokens=3)
+    async with (
+        RemoteEngine(address, api_key="k") as broken,
+        RemoteEngine(address, api_key="k", rank=1) as left,
+    ):
+        with broken_steps(), pytest.raises(EngineFaultError):
+            async for _ in broken.stream([1], asked, session_id="s"):
+                pass
+        pieces = [piece async for piece in left.stream([1], asked, session_id="s")]
+    stop.set()
+    with pytest.raises(EngineLostError, match="OverflowError: too large"):
+        await serving_it
+    assert pieces[-1].finish_reason == "length"
+
+
+@pytest.fixture
+def workspace(run, recipe):
+    """Open the run, whose tokenizer is copied into it."""
+    small_tokenizer().save(run / "tokenizer.json")
+    with open_workspace(recipe, run, resume=True, progress=ProgressLine()) as opened:
+        yield opened
+
+
+CHAT = ServeSettings(
+    stage=None,
+    host="127.0.0.1",
+    port=0,
+    api_key="k",
+    temperature=1.0,
+    max_new_tokens=8,
+    max_context_tokens=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (999_999, "--max-context-tokens 999999 is more than the"),
+        (3, r"a session of 3 tokens \(--max-context-tokens\)"),
+    ],
+)
+async def test_a_chat_server_names_the_option_of_a_context_that_cannot_be(
+    workspace, asked, message
+):
+    with pytest.raises(ConfigError, match=message):
+        await serve(workspace, replace(CHAT, max_context_tokens=asked), on_ready=print)

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from longarc.config.recipe import Recipe
-from longarc.config.stages import RolloutConfig
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_weights
 from longarc.pipeline.local import open_workspace
@@ -22,7 +21,9 @@ SETTINGS = ServeSettings(
     host="127.0.0.1",
     port=0,
     api_key="secret",
-    rollout=RolloutConfig(max_new_tokens=4, max_context_tokens=512),
+    temperature=1.0,
+    max_new_tokens=4,
+    max_context_tokens=512,
 )
 
 
