@@ -24,7 +24,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from longarc.errors import ConfigError, ContractError, EngineError, LongArcError, boundary
+from longarc.errors import (
+    ConfigError,
+    ContractError,
+    EngineError,
+    EngineRequestError,
+    LongArcError,
+    boundary,
+)
 from longarc.gateway.access import Access
 from longarc.gateway.chat_completions import ChatRequest, read_request, write_response
 from longarc.gateway.core import Gateway
@@ -233,7 +240,7 @@ async def _until_hang_up(request: Request, answering: Coroutine[Any, Any, Respon
 def _as_wire(error: LongArcError) -> WireError:
     if isinstance(error, SessionClosed):
         return not_found(str(error))
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | EngineRequestError):  # the same request would fail again
         return WireError(400, str(error))
     if isinstance(error, EngineError):
         # Nothing was recorded, so the client's own retry is safe.

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from fakes import FakeEngine
-from longarc.errors import ConfigError, EngineError, ResourceError
+from longarc.errors import ConfigError, EngineError, EngineRequestError, ResourceError
 from longarc.gateway.access import RolloutAccess, ServeAccess
 from longarc.gateway.core import Gateway
 from longarc.gateway.http import HttpSettings, build_app
@@ -353,6 +353,17 @@ async def test_too_long_bodies_and_too_many_requests_are_refused():
     refused = max(answers, key=lambda a: a.status_code)
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_what_the_engine_finds_wrong_with_a_request_is_the_clients_to_change():
+    def refuse(request: int, piece: int) -> None:
+        raise EngineRequestError("stop_strings need the text of tokens")
+
+    door = Door(FakeEngine([DONE], before_piece=refuse))
+    async with door.raw() as client:
+        refused = await client.post("/v1/chat/completions", json=chat_body())
+    assert refused.status_code == 400
+    assert "stop_strings" in refused.json()["error"]["message"]
 
 
 async def test_an_exhausted_context_and_a_failed_engine_have_their_own_codes():
