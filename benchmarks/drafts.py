@@ -5,6 +5,10 @@ and trains that alone on the same demonstrations for the same steps, as a stage 
 demonstrations that neither the run nor the arms have seen: the expected accepted drafts of a chain
 (``sum_j prod_{i<=j} sum_v min(p, q)``, rejection sampling at temperature 1) and the main model's own token.
 
+Then the engine drafts four tokens with the end-to-end arm (``speculation.py``): how long chains really are, and the gain in
+time at batch 1, 2 and 4; also with a model of 12 layers, which is the checkpoint's with eight layers behind its own that
+say nothing at first, trained on for ``--deep-steps`` as the ``sft`` stage trains, and then given drafts like the arms.
+
 Usage: python benchmarks/drafts.py [--run runs/quickstart] [--stage sft] [--steps 240] [--depths 3] [--quick]
 """
 
@@ -15,6 +19,7 @@ from pathlib import Path
 
 import torch
 from common import Table, natural, positive
+from speculation import DEEP, add_length_rows, add_speed_rows, deepened, tasks_of
 
 from longarc.config.recipe import Recipe
 from longarc.config.recorded import read_recorded
@@ -23,6 +28,7 @@ from longarc.config.training import OptimizerConfig
 from longarc.data.sft import ExpertShare
 from longarc.errors import LongArcError
 from longarc.models.add_mtp import with_mtp
+from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.demonstrations import StepConversations
@@ -34,7 +40,9 @@ from longarc.pipeline.workspace import (
     load_checkpoint,
     task_family,
 )
+from longarc.records.metric import combine
 from longarc.runs.directory import RunDirectory
+from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.draft_objective import DraftObjective, DraftSums
 from longarc.trainer.packing import pack_shared
@@ -61,10 +69,11 @@ class Arm:
 
 
 TEXT = Arm(name="cross-entropy", loss="cross_entropy")
+END_TO_END = Arm(name="end-to-end TV", loss="end_to_end_tv", cross_entropy_frac=1 / 3)
 ARMS = (
     TEXT,
     Arm(name="single-step TV", loss="single_step_tv", cross_entropy_frac=1 / 3),
-    Arm(name="end-to-end TV", loss="end_to_end_tv", cross_entropy_frac=1 / 3),
+    END_TO_END,
 )
 
 
@@ -89,16 +98,23 @@ class Start:
             )
             for name, share in config.tasks.items()
         }
-        tokenizer = Tokenizer.load(self.run_dir / TOKENIZER_FILE)
         return StepConversations(
             experts,
-            chat_format(self.recipe.tokenizer.chat_format, tokenizer),
+            self._format(),
             conversations_per_step=PER_STEP,
             error_frac=config.error_frac,
             max_tokens=MICRO_BATCH_TOKENS,
             first=first,
             seed=self.recipe.seed,
         )
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return the ids that end an answer."""
+        return self._format().stop_ids
+
+    def _format(self) -> ChatFormat:
+        tokenizer = Tokenizer.load(self.run_dir / TOKENIZER_FILE)
+        return chat_format(self.recipe.tokenizer.chat_format, tokenizer)
 
 
 def load_start(run_dir: Path, stage: str) -> Start:
@@ -118,29 +134,47 @@ def load_start(run_dir: Path, stage: str) -> Start:
 
 def train(
     loaded: Loaded, arm: Arm, documents: StepConversations, options: argparse.Namespace
-) -> Decoder:
+) -> GlmMoeDsa:
     """Give the model drafts and train them."""
     model = with_mtp(loaded.model, num_depths=options.depths, seed=options.seed)
-    trainer = SupervisedTrainer(
-        model,
-        SupervisedSettings(
-            optimizer=OptimizerConfig(
-                lr=options.lr, momentum=0.8, warmup_steps=2, schedule="cosine"
-            ),
-            num_steps=options.steps,
-            micro_batch_tokens=MICRO_BATCH_TOKENS,
-            mode="mtp",
-            attention=loaded.attention,
-            indexer_stride=3,
-            router_bias_rate=0.01,
-            drafts=DraftObjective(
-                loss=arm.loss, cross_entropy_steps=int(options.steps * arm.cross_entropy_frac)
-            ),
+    settings = replace(
+        _settings(loaded, lr=options.lr, num_steps=options.steps),
+        mode="mtp",
+        drafts=DraftObjective(
+            loss=arm.loss, cross_entropy_steps=int(options.steps * arm.cross_entropy_frac)
         ),
     )
+    trainer = SupervisedTrainer(model, settings)
     for step in range(options.steps):
         trainer.step(documents(step))
     return model
+
+
+def train_deep(loaded: Loaded, documents: StepConversations, options: argparse.Namespace) -> Loaded:
+    """Return the checkpoint with a model of more layers, which were trained along with the others."""
+    assert isinstance(loaded.model, GlmMoeDsa)
+    model = deepened(loaded.model, DEEP, seed=options.seed)
+    trainer = SupervisedTrainer(
+        model, _settings(loaded, lr=options.deep_lr, num_steps=options.deep_steps)
+    )
+    for step in range(options.deep_steps):
+        report = trainer.step(documents(step))
+        if step in (0, options.deep_steps - 1):
+            print(
+                f"{DEEP} layers, step {step}: {combine(list(report.metrics))['loss/lm_nats']:.4f} nats"
+            )
+    return replace(loaded, model=model)
+
+
+def _settings(loaded: Loaded, *, lr: float, num_steps: int) -> SupervisedSettings:
+    return SupervisedSettings(
+        optimizer=OptimizerConfig(lr=lr, momentum=0.8, warmup_steps=2, schedule="cosine"),
+        num_steps=num_steps,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        attention=loaded.attention,
+        indexer_stride=3,
+        router_bias_rate=0.01,
+    )
 
 
 @torch.no_grad()
@@ -183,11 +217,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--depths", type=positive, default=3, help="tokens to draft one after another"
     )
     parser.add_argument("--lr", type=float, default=4e-3, help="learning rate")
+    parser.add_argument(
+        "--deep-steps", type=positive, default=60, help="optimizer steps of the deep model"
+    )
+    parser.add_argument("--deep-lr", type=float, default=1e-3, help="its learning rate")
+    parser.add_argument("--tasks", type=positive, default=48, help="tasks that the engine answers")
+    parser.add_argument("--repeats", type=positive, default=5, help="turns with and without drafts")
+    parser.add_argument(
+        "--skip-losses", action="store_true", help="leave out the arms that the engine does not use"
+    )
     parser.add_argument("--seed", type=natural, default=0, help="of the new layer")
     parser.add_argument("--quick", action="store_true", help="two steps: does it run at all?")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.steps = 2
+        options.steps, options.deep_steps, options.tasks, options.repeats = 2, 2, 4, 1
     return options
 
 
@@ -203,6 +246,8 @@ def add_rows(table: Table, results: dict[str, DraftSums]) -> None:
         )
         table.row(f"{name}: accept length [tokens]", f"{accept_length(sums):.3f}")
         table.row(f"{name}: accepted, by depth [share]; cross-entropy [nats]", f"{shares}; {nats}")
+    if TEXT.name not in results:
+        return
     text = accept_length(results[TEXT.name])
     best = max(accept_length(sums) for name, sums in results.items() if name != TEXT.name)
     table.row(
@@ -230,18 +275,37 @@ def main() -> None:
         table.row("accept length, the best TV loss [tokens]", "not measured", bar=bar, holds=False)
         table.close()
         return
-    results = {}
-    for arm in ARMS:
+    results, models = {}, {}
+    for arm in [END_TO_END] if options.skip_losses else ARMS:
         loaded = load_checkpoint(start.checkpoint)
         model = train(loaded, arm, start.demonstrations(TRAINED), options)
         num_steps = 2 if options.quick else MEASURED_STEPS
         results[arm.name] = measure(model, loaded, start.demonstrations(UNSEEN), num_steps)
+        models[arm.name] = model
     print(
         f"{options.steps} steps of {PER_STEP} demonstrations, {options.depths} depths, load average "
         f"{os.getloadavg()[0]:.1f}"
     )
     add_rows(table, results)
+    add_engine_rows(table, start, models[END_TO_END.name], options)
     table.close()
+
+
+def add_engine_rows(
+    table: Table, start: Start, model: GlmMoeDsa, options: argparse.Namespace
+) -> None:
+    """Let the engine draft, with the model of the run and with a deep one."""
+    unseen = start.demonstrations(UNSEEN)
+    steps = range(-(-options.tasks // PER_STEP))
+    documents = [document for step in steps for document in unseen(step)]
+    tasks = tasks_of(documents[: options.tasks], start.stop_ids())
+    loaded = load_checkpoint(start.checkpoint)
+    add_length_rows(table, model, loaded.attention, tasks)
+    add_speed_rows(table, model, loaded.attention, tasks, repeats=options.repeats)
+    deep = train_deep(loaded, start.demonstrations(TRAINED), options)
+    deep_model = train(deep, END_TO_END, start.demonstrations(TRAINED), options)
+    add_length_rows(table, deep_model, loaded.attention, tasks)
+    add_speed_rows(table, deep_model, loaded.attention, tasks, repeats=options.repeats)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.config.rope import YarnRope
+from longarc.models.build import build_model
+from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
 
 YARN = YarnRope(
@@ -72,6 +74,32 @@ def sharpened(model: Decoder) -> Decoder:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1, generator=generator)
+    return model
+
+
+def apt_drafter(*, seed: int = 3, boldness: float = 0.3, **changes) -> GlmMoeDsa:
+    """Return a small model whose untrained MTP layer drafts well, but not perfectly.
+
+    Its layers say little, so that the next token depends on the newest one most of all; and the MTP layer passes on
+    the embedding of that.
+
+    Args:
+        seed: of the weights.
+        boldness: how much the layers say, on both sides; 0 drafts perfectly.
+        changes: in the config.
+    """
+    config = small_glm(num_nextn_predict_layers=1, **changes)
+    model = sharpened(build_model(config, seed=seed))
+    assert isinstance(model, GlmMoeDsa)
+    assert model.mtp is not None
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                parameter *= boldness
+        width = config.hidden_size
+        model.model.embed_tokens.weight.normal_(generator=torch.Generator().manual_seed(seed))
+        model.mtp.eh_proj.weight[:, :width] = torch.eye(width)
+        model.mtp.eh_proj.weight[:, width:] *= boldness
     return model
 
 

@@ -18,9 +18,11 @@ from longarc.models.hf_weights import save_weights
 from longarc.models.kernels.native import native
 from longarc.records.sampling import Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
-from model_cases import sharpened, small_glm, small_llama
+from model_cases import apt_drafter, sharpened, small_glm, small_llama
 
 CONFIGS = {"glm": small_glm(), "llama": small_llama()}
+DRAFTING = "drafting glm"
+FAMILIES = [*CONFIGS, DRAFTING]
 CONTEXT = 96
 
 
@@ -66,7 +68,15 @@ class Completion:
 
 
 def model_of(family, seed):
+    if family == DRAFTING:
+        return apt_drafter(seed=seed)
     return sharpened(build_model(CONFIGS[family], seed=seed))
+
+
+def engine_of(family, seed, config):
+    if family == DRAFTING:
+        config = config.model_copy(update={"num_speculative_tokens": 3})
+    return EmbeddedEngine(model_of(family, seed), config, max_context_tokens=CONTEXT)
 
 
 async def stream(engine, wish, *, interval=0):
@@ -92,9 +102,7 @@ def alone(family, seed, prompt, max_new, sampling_seed):
 
     async def run():
         config = EngineConfig(max_running=1, max_prefill_tokens=4096)
-        async with EmbeddedEngine(
-            model_of(family, seed), config, max_context_tokens=CONTEXT
-        ) as engine:
+        async with engine_of(family, seed, config) as engine:
             return await stream(engine, wish)
 
     return asyncio.run(run())
@@ -133,7 +141,7 @@ SETTINGS = st.builds(
 )
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=40, deadline=None)
 @given(wishes=st.lists(WISHES, min_size=1, max_size=7), config=SETTINGS)
 def test_company_order_preemption_and_prefixes_change_nothing(family, wishes, config):
@@ -143,9 +151,7 @@ def test_company_order_preemption_and_prefixes_change_nothing(family, wishes, co
                 await asyncio.sleep(0)
             return await stream(engine, wish, interval=1 if wish.cancel_after else 0)
 
-        async with EmbeddedEngine(
-            model_of(family, 0), config, max_context_tokens=CONTEXT
-        ) as engine:
+        async with engine_of(family, 0, config) as engine:
             found = await asyncio.gather(*map(later, wishes))
             check_no_page_is_lost(await settled(engine))
         return found
@@ -157,7 +163,7 @@ def test_company_order_preemption_and_prefixes_change_nothing(family, wishes, co
         check_equal(completion, expected)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None)
 @given(
     before=st.lists(WISHES, min_size=1, max_size=4),
@@ -173,9 +179,7 @@ def test_rows_of_old_weights_serve_no_new_request(
     source = WeightSource(path=str(path), sha256=file_sha256(path))
 
     async def run():
-        async with EmbeddedEngine(
-            model_of(family, 0), config, max_context_tokens=CONTEXT
-        ) as engine:
+        async with engine_of(family, 0, config) as engine:
             async with asyncio.TaskGroup() as group:
                 old = [group.create_task(stream(engine, wish)) for wish in before]
                 for _ in range(pause):

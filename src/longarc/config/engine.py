@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from longarc.config.model import MAX_DEPTHS
 from longarc.config.routing import RoutingConfig
 from longarc.config.settings import Settings
 from longarc.errors import ConfigError
@@ -29,6 +30,10 @@ class EngineConfig(Settings):
     """Requests that may wait; one more is refused with an error [requests]."""
     max_prefill_tokens: int = Field(1024, ge=16)
     """Prompt tokens computed between two decode steps [tokens]; bounds how long decoding waits."""
+    num_speculative_tokens: int = Field(0, ge=0, le=MAX_DEPTHS)
+    """Tokens that the model's MTP layer drafts for each sequence before the model verifies all of them at once
+    (speculative decoding), which changes no distribution [tokens]; may be more than the depths that were trained. 0
+    drafts none. The cache then also holds the MTP layer's rows and the last states of all tokens."""
     num_threads: int = Field(1, ge=1)
     """Compute threads of the engine; engine and trainer threads together must not exceed the cores."""
 

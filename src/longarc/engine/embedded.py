@@ -28,11 +28,12 @@ import numpy as np
 import torch
 
 from longarc.config.engine import EngineConfig
-from longarc.engine.decoding import decode, drawn
+from longarc.engine.decoding import Advance, Decoding
 from longarc.engine.request import Request, check_scoring, checked_prompt
 from longarc.engine.sampler import seed_of_request
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
+from longarc.engine.speculation import Speculation, checked_to_draft
 from longarc.engine.stop_strings import TokenBytes
 from longarc.errors import (
     ContractError,
@@ -45,9 +46,10 @@ from longarc.errors import (
     WeightsRefusedError,
     boundary,
 )
+from longarc.models.cache import PagedCache
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_weights
-from longarc.models.kernels.steps import Drawn, Interrupt
+from longarc.models.kernels.steps import Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
 from longarc.models.threads import set_compute_threads
@@ -100,9 +102,9 @@ class EmbeddedEngine:
             clock: monotonic [seconds].
 
         Raises:
-            ConfigError: the cache is too small for one sequence of the longest context.
+            ConfigError: the cache is too small for one sequence of the longest context, or drafts are asked for that
+                the model cannot make.
         """
-        num_pages = config.num_pages_for(max_context_tokens)
         self._token_bytes = token_bytes
         self._model = model.eval().requires_grad_(False)
         self._config = config
@@ -112,16 +114,12 @@ class EmbeddedEngine:
         self._attention: Literal["dense", "sparse"] = attention
         self._seed = seed
         self._clock = clock
-        self._cache = model.new_cache(
-            # A sequence that ended keeps its seat where layers remember instead of keeping rows.
-            config.max_running + config.max_running // 2,
-            max_context_tokens,
-            num_pages=num_pages,
-            page_tokens=config.page_tokens,
-        )
+        cache, self._decoding = _cache_and_decoding(model, config, max_context_tokens, attention)
         # Its queue is bounded by config.max_waiting.
         self._scheduler = Scheduler(
-            SeatTable(self._cache, salt=self._salt()), max_running=config.max_running
+            SeatTable(cache, salt=self._salt()),
+            max_running=config.max_running,
+            keeps_newest_token=isinstance(self._decoding, Speculation),
         )
         self._pending_weights: deque[tuple[WeightSource, int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
@@ -165,7 +163,7 @@ class EmbeddedEngine:
         self._fail_all(self._failure)
         # Now and not when the garbage collector comes by: it can be gigabytes, and another engine may follow.
         with contextlib.suppress(AttributeError):  # closed before
-            del self._cache
+            self._decoding.close()
             self._scheduler.seats.close()
 
     @property
@@ -237,6 +235,8 @@ class EmbeddedEngine:
             num_used_pages=seats.pages.num_used - seats.num_kept,
             busy_s=self._counters.busy_s,
             instance_id=self._instance_id,
+            num_drafted=tuple(self._decoding.num_drafted),
+            num_accepted=tuple(self._decoding.num_accepted),
         )
 
     # Planning: only ever on the event loop --------------------------------------------------
@@ -394,76 +394,62 @@ class EmbeddedEngine:
     def _prefill(self) -> None:
         chunks = self._scheduler.chunks(self._config.max_prefill_tokens)
         seats = [chunk.request.used_seat() for chunk in chunks]
-        hidden = self._model.extend(
+        hidden = self._decoding.prefill(
             torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks])),
             [seat.index for seat in seats],
             [seat.length for seat in seats],
             [len(chunk.tokens) for chunk in chunks],
-            self._cache,
-            attention=self._attention,
-            ends_only=True,
         )
         complete = [row for row, chunk in enumerate(chunks) if self._scheduler.note_computed(chunk)]
+        complete = [row for row in complete if not chunks[row].request.has_newest_token]
         if complete:
             requests = [chunks[row].request for row in complete]
-            logits = self._model.logits(hidden[complete], self._cache)
-            self._record_all(requests, drawn(logits, requests))
+            self._record_all(requests, self._decoding.first_tokens(hidden[complete], requests))
 
     def _decode(self) -> None:
         # Another prefill is due: a single step, so that the others do not wait for it longer than before.
         max_steps = 1 if self._scheduler.prefilling else _MAX_STEPS
-        max_steps = self._scheduler.make_room(max_steps)
-        requests = list(self._scheduler.running)
-        drawn = decode(
-            self._model,
-            self._cache,
-            requests,
-            attention=self._attention,
-            max_steps=max_steps,
-            interrupt=self._interrupt,
+        max_steps = self._scheduler.make_room(
+            max_steps, max_step_tokens=self._decoding.max_step_tokens
         )
-        for request, token_ids in zip(requests, drawn.tokens.T.tolist(), strict=True):
-            self._scheduler.seats.write(request.used_seat(), [request.last_token, *token_ids[:-1]])
-        self._record_all(requests, drawn)
+        requests = list(self._scheduler.running)
+        advances = self._decoding.decode(requests, max_steps=max_steps, interrupt=self._interrupt)
+        for request, advance in zip(requests, advances, strict=True):
+            computed = [request.last_token, *advance.token_ids[:-1]]
+            self._scheduler.seats.write(request.used_seat(), computed)
+        self._record_all(requests, advances)
 
-    def _record_all(self, requests: list[Request], drawn: Drawn) -> None:
-        self._counters.sampled += drawn.tokens.numel()
-        all_tokens, all_logprobs = drawn.tokens.T.tolist(), drawn.logprobs.T.tolist()
-        for index, request in enumerate(requests):
-            token_ids, logprobs = all_tokens[index], all_logprobs[index]
-            if bool(drawn.is_finite[index]):
-                kept = drawn.kept_ids[index : index + 1]
-                raw = drawn.raw_logprobs[index : index + 1]
-                self._record(request, token_ids, logprobs, kept, raw)
-                continue
-            # Only native steps make several, and they neither leave tokens out nor tell raw log-probabilities.
-            self._record(request, token_ids[:-1], logprobs[:-1], (), ())
-            self._finish(
-                request,
-                EngineFaultError(
-                    f"logits are not finite at token {request.num_sampled} of session {request.session_id}, "
-                    f"policy version {self._version}"
-                ),
-            )
+    def _record_all(self, requests: list[Request], advances: list[Advance]) -> None:
+        for request, advance in zip(requests, advances, strict=True):
+            num_sound = len(advance.token_ids) - (not advance.is_finite)
+            is_going_on = self._record(request, advance, num_sound)
+            if not advance.is_finite and is_going_on:
+                self._finish(
+                    request,
+                    EngineFaultError(
+                        f"logits are not finite at token {request.num_sampled} of session {request.session_id}, "
+                        f"policy version {self._version}"
+                    ),
+                )
 
-    def _record(
-        self,
-        request: Request,
-        token_ids: list[int],
-        logprobs: list[float],
-        kept_ids: Sequence[tuple[int, ...]],
-        raw_logprobs: Sequence[float],
-    ) -> None:
-        """Note what was sampled; only the last of the tokens can end the completion."""
-        if not token_ids:
-            return
+    def _record(self, request: Request, advance: Advance, num_sound: int) -> bool:
+        """Note what was sampled, up to what ends the completion; return whether nothing did."""
+        count, ending = request.ending_among(advance.token_ids[:num_sound])
+        self._counters.sampled += count
+        if count == 0:
+            return True
         request.unsent_version = self._version
-        request.note(token_ids, logprobs, kept_ids, raw_logprobs)
-        ending = request.ending()
+        request.note(
+            advance.token_ids[:count],
+            advance.logprobs[:count],
+            advance.kept_ids[:count],
+            advance.raw_logprobs[:count],
+        )
         if ending is not None:
             self._finish(request, ending)
         elif len(request.unsent_ids) >= request.sampling.stream_interval_tokens > 0:
             self._send(request, None)
+        return ending is None
 
     def _finish(self, request: Request, ending: FinishReason | EngineError) -> None:
         # Rows behind logits that are not finite may be at fault themselves.
@@ -482,3 +468,22 @@ class EmbeddedEngine:
         loop = self._driver.get_loop() if self._driver is not None else None
         if loop is not None:
             loop.call_soon_threadsafe(request.pieces.put_nowait, item)
+
+
+def _cache_and_decoding(
+    model: Decoder,
+    config: EngineConfig,
+    max_context_tokens: int,
+    attention: Literal["dense", "sparse"],
+) -> tuple[PagedCache, Decoding]:
+    num_pages = config.num_pages_for(max_context_tokens)
+    # A sequence that ended keeps its seat where layers remember instead of keeping rows.
+    num_slots = config.max_running + config.max_running // 2
+    sizes = {"num_pages": num_pages, "page_tokens": config.page_tokens}
+    num_drafts = config.num_speculative_tokens
+    if not num_drafts:
+        cache = model.new_cache(num_slots, max_context_tokens, **sizes)
+        return cache, Decoding(model, cache, attention=attention)
+    glm = checked_to_draft(model, num_drafts)
+    cache = glm.new_drafting_cache(num_slots, max_context_tokens, **sizes)
+    return cache, Speculation(glm, cache, attention=attention, num_drafts=num_drafts)

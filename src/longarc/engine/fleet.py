@@ -14,9 +14,10 @@ with a timeout, and is unblocked by ``suspect``. Requests wait for ``_changed``,
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from longarc.config.routing import RoutingConfig
 from longarc.engine.placement import Placement
@@ -202,6 +203,8 @@ class Fleet:
             num_cached_pages=sum(health.num_cached_pages for health in serving),
             num_used_pages=sum(health.num_used_pages for health in serving),
             busy_s=sum(health.busy_s for health in found) / len(self.workers),
+            num_drafted=_by_depth([health.num_drafted for health in found]),
+            num_accepted=_by_depth([health.num_accepted for health in found]),
         )
 
     async def tend(self, worker: Worker) -> None:
@@ -292,3 +295,8 @@ class Fleet:
             self._placement.remove(worker)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _by_depth(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Add up what engines count for each depth of drafts; some may draft fewer."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))

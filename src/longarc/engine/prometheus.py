@@ -35,9 +35,19 @@ _ENGINE: dict[str, tuple[str, _Kind, str]] = {
         "gauge",
         "Share of the prompt tokens asked for that did not have to be computed.",
     ),
+    "accept_length_tokens": (
+        "accept_length_tokens",
+        "gauge",
+        "Mean tokens of a chain of drafts, the model's own included; 0 where none are drafted.",
+    ),
     "busy_s": ("busy_seconds_total", "counter", "Time spent computing."),
 }
 """What `EngineHealth` tells: name behind ``longarc_engine_``, kind and help."""
+_BY_DEPTH: dict[str, tuple[str, str]] = {
+    "num_drafted": ("drafted_tokens_total", "Drafts that were verified, by depth."),
+    "num_accepted": ("accepted_tokens_total", "Drafts that became sampled tokens, by depth."),
+}
+"""What it tells for each depth of drafts: counters, name and help."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,6 +79,13 @@ def exposition(healths: Sequence[EngineHealth], door: DoorCounters) -> str:
             for rank, health in enumerate(healths)
         }
         lines += _family(f"longarc_engine_{name}", kind, text, values)
+    for field, (name, text) in _BY_DEPTH.items():
+        values = {
+            f'{{rank="{rank}",depth="{depth}"}}': float(count)
+            for rank, health in enumerate(healths)
+            for depth, count in enumerate(getattr(health, field), start=1)
+        }
+        lines += _family(f"longarc_engine_{name}", "counter", text, values)
     lines += _family(
         "longarc_server_open_streams",
         "gauge",

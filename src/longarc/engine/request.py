@@ -82,14 +82,16 @@ class Request:
             unsent.clear()
         return piece
 
-    def ending(self) -> FinishReason | None:
-        """Why the newest token ends the completion; None where it does not. Asked once for each token."""
-        is_spelt = self.stop_strings is not None and self.stop_strings.is_completed_by(
-            self.last_token
-        )
-        if is_spelt or self.last_token in self.sampling.stop_ids:
-            return "stop"
-        return "length" if self.num_sampled >= self.sampling.max_new_tokens else None
+    def ending_among(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Say how many of the next tokens belong to the completion, and why the last of them ends it, if it does.
+
+        Asked once for each token.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            is_spelt = self.stop_strings is not None and self.stop_strings.is_completed_by(token_id)
+            if is_spelt or token_id in self.sampling.stop_ids:
+                return count, "stop"
+        return len(token_ids), "length" if len(token_ids) >= self.num_left else None
 
     @property
     def num_sampled(self) -> int:
@@ -99,7 +101,12 @@ class Request:
     @property
     def last_token(self) -> int:
         """The newest token; its state is computed with the next step."""
-        return self.sampled_ids[-1]
+        return self.sampled_ids[-1] if self.sampled_ids else int(self.prompt[-1])
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.sampling.max_new_tokens - self.num_sampled
 
     def tokens(self) -> Ids:
         """Return the prompt and what was sampled."""
@@ -115,14 +122,19 @@ class Request:
     @property
     def num_until_handover(self) -> int:
         """Tokens that can be sampled until the completion or its next piece has to be handed over."""
-        left = self.sampling.max_new_tokens - self.num_sampled
         interval = self.sampling.stream_interval_tokens
+        left = self.num_left
         return min(left, interval - len(self.unsent_ids)) if interval > 0 else left
 
     @property
     def draw_position(self) -> int:
         """Position in the seed's stream of the next token's draw."""
         return self.sampling.num_sampled_before + self.num_sampled
+
+    @property
+    def has_newest_token(self) -> bool:
+        """Whether all that is known is to be computed, and the newest token is not a part of it."""
+        return len(self.known) < len(self.prompt) + self.num_sampled
 
     def used_seat(self) -> Seat:
         """Return the seat of a running request.

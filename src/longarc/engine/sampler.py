@@ -6,6 +6,7 @@ Shape letters: B requests, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,21 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
+class Stream(IntEnum):
+    """What a number is drawn for; ``cpu/rounds.h`` has the same."""
+
+    TOKEN = 0
+    """The token that the main model draws."""
+    DRAFT = 1
+    """The draft at the same position."""
+    ACCEPT = 2
+    """Whether that draft stays."""
+
+
 def uniforms(
-    seeds: Sequence[int], positions: "Sequence[int] | npt.NDArray[np.int64]"
+    seeds: Sequence[int],
+    positions: "Sequence[int] | npt.NDArray[np.int64]",
+    stream: Stream = Stream.TOKEN,
 ) -> "npt.NDArray[np.float64]":
     """Return one number in [0, 1) per (seed, position): a hash, so that no draw depends on another request.
 
@@ -34,12 +48,28 @@ def uniforms(
     """
     with np.errstate(over="ignore"):
         mixed = np.asarray(seeds, dtype=np.uint64)
-        for word in (np.uint64(0), np.asarray(positions, dtype=np.uint64)):
+        for word in (np.uint64(stream), np.asarray(positions, dtype=np.uint64)):
             mixed = mixed + (word + np.uint64(1)) * _GOLDEN
             mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
             mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
             mixed = mixed ^ (mixed >> np.uint64(31))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sampling_probability(
+    logits_BV: Float[Tensor, "B V"], samplings: Sequence[Sampling]
+) -> Float[Tensor, "B V"]:
+    """Return the distributions that are sampled from; 1 at the likeliest token where the temperature is 0.
+
+    A row whose logits are not finite is all zeros.
+    """
+    is_finite_B1 = torch.isfinite(logits_BV).all(dim=-1, keepdim=True)
+    probability_BV = sampling_logprobs(torch.where(is_finite_B1, logits_BV, 0.0), samplings).exp()
+    greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
+    if greedy:
+        probability_BV[greedy] = 0.0
+        probability_BV[greedy, logits_BV[greedy].argmax(dim=-1)] = 1.0
+    return torch.where(is_finite_B1, probability_BV, 0.0)
 
 
 def seed_of_request(engine_seed: int, number: int) -> int:
@@ -142,7 +172,7 @@ def sample(
         logprobs=logprobs_B,
         is_finite=is_finite_B,
         kept_ids=tuple(kept_ids),
-        raw_logprobs=_raw_logprobs(logits_BV, samplings, tokens_B),
+        raw_logprobs=raw_logprobs(logits_BV, samplings, tokens_B),
     )
 
 
@@ -169,13 +199,15 @@ def _drawn(logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: Tensor) ->
         tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), tokens_B)
         chosen_B = chosen_B.masked_fill(greedy_B, 0.0)
     kept_ids = [
-        _kept_ids(row) if sampling.returns_kept_ids and sampling.is_truncated else ()
-        for row, sampling in zip(logprobs_BV, samplings, strict=True)
+        kept_of(row, sampling) for row, sampling in zip(logprobs_BV, samplings, strict=True)
     ]
     return tokens_B, chosen_B, is_finite_B, kept_ids
 
 
-def _kept_ids(logprobs: Float[Tensor, " V"]) -> tuple[int, ...]:
+def kept_of(logprobs: Float[Tensor, " V"], sampling: Sampling) -> tuple[int, ...]:
+    """Return the ids that a row of ``sampling_logprobs`` leaves, () for all of them or where nobody asked."""
+    if not (sampling.returns_kept_ids and sampling.is_truncated):
+        return ()
     is_kept = logprobs > -math.inf
     return () if bool(is_kept.all()) else tuple(is_kept.nonzero()[:, 0].tolist())
 
@@ -192,9 +224,10 @@ def _drawn_natively(logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: T
     return tokens_B, logprobs_B, is_finite_B, []
 
 
-def _raw_logprobs(
-    logits_BV: Tensor, samplings: Sequence[Sampling], tokens_B: Tensor
+def raw_logprobs(
+    logits_BV: Float[Tensor, "B V"], samplings: Sequence[Sampling], tokens_B: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
+    """Return log-probabilities [nats] at temperature 1 over the whole vocabulary; 0 where nobody asked."""
     raw_B = torch.zeros(len(samplings))
     rows = [i for i, s in enumerate(samplings) if s.returns_raw_logprobs]
     if rows:

@@ -48,9 +48,20 @@ class Chunk:
 class Scheduler:
     """Plans every step of one engine; its lists are touched by the planner alone."""
 
-    def __init__(self, seats: SeatTable, *, max_running: int) -> None:
+    def __init__(
+        self, seats: SeatTable, *, max_running: int, keeps_newest_token: bool = False
+    ) -> None:
+        """Plan for these seats.
+
+        Args:
+            seats: of the cache.
+            max_running: sequences computed together.
+            keeps_newest_token: what goes on with a completion that has begun computes all but its newest token
+                beforehand: that begins a step of its own, as if nothing had come between.
+        """
         self.seats = seats
         self._max_running = max_running
+        self._keeps_newest_token = keeps_newest_token
         self.waiting: deque[Request] = deque()
         """Never admitted yet, in the order of arrival; whoever adds bounds it."""
         self.preempted: list[Request] = []
@@ -111,6 +122,8 @@ class Scheduler:
         if self.num_active >= self._max_running:
             return _Admission.NO_ROOM
         tokens = request.tokens()
+        if self._keeps_newest_token and request.draw_position and len(tokens) > 1:
+            tokens = tokens[:-1]
         prefix = self.seats.find(tokens)
         if self.seats.can_branch and self._is_being_computed(tokens, prefix.length):
             return _Admission.WAITS_FOR_PREFILL
@@ -175,29 +188,32 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def make_room(self, max_steps: int) -> int:
+    def make_room(self, max_steps: int, *, max_step_tokens: int = 1) -> int:
         """Give running sequences pages for their next tokens, preempting the youngest if need be.
 
         Args:
-            max_steps: tokens that each may get.
+            max_steps: steps that each may make.
+            max_step_tokens: most tokens of a sequence in a step.
 
         Returns:
-            how many they get; ``running`` holds those that get them.
+            how many steps they make; ``running`` holds those that make them.
         """
         steps = min(max_steps, *(r.num_until_handover for r in self.running))
-        if self._num_lacking(steps) > self.seats.num_available:
+        if self._num_lacking(steps * max_step_tokens) > self.seats.num_available:
             steps = 1
         for request in sorted(self.running, key=_arrival):
             # Until there is a page for it, or it was itself the youngest.
             while request.seat is not None and not self.seats.grow(
-                request.seat, request.seat.length + steps
+                request.seat, _length_after(request, steps * max_step_tokens)
             ):
                 self._preempt(max((*self.prefilling, *self.running), key=_arrival))
         return steps
 
-    def _num_lacking(self, steps: int) -> int:
-        seats = [request.used_seat() for request in self.running]
-        return sum(self.seats.num_lacking(seat, seat.length + steps) for seat in seats)
+    def _num_lacking(self, num_tokens: int) -> int:
+        return sum(
+            self.seats.num_lacking(request.used_seat(), _length_after(request, num_tokens))
+            for request in self.running
+        )
 
     def _preempt(self, request: Request) -> None:
         (self.running if request in self.running else self.prefilling).remove(request)
@@ -228,6 +244,10 @@ class Scheduler:
         for group in (self.waiting, self.preempted, self.prefilling, self.running):
             group.clear()
         return requests
+
+
+def _length_after(request: Request, num_tokens: int) -> int:
+    return request.used_seat().length + min(num_tokens, request.num_left)
 
 
 def _arrival(request: Request) -> int:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.errors import ContractError
-from longarc.models.cache import CacheShape
+from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
 from longarc.models.decoder_base import (
     Attention,
     Decoder,
@@ -15,12 +15,15 @@ from longarc.models.decoder_base import (
     Pass,
 )
 from longarc.models.kernels.decode import NativeGlmMoeDsa
+from longarc.models.kernels.drafts import DraftingGlmMoeDsa
+from longarc.models.kernels.native import native_for
 from longarc.models.layers import Linear, RMSNorm, Rotation, SwiGLU, check_ids
 from longarc.models.layout import Layout
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
 from longarc.models.mtp import DraftOutput, MultiTokenPredictor
 from longarc.models.selection import Selection
+from longarc.models.sparse_attention import backend_for
 
 
 class GlmMoeDsaLayer(DecoderLayer):
@@ -142,6 +145,45 @@ class GlmMoeDsa(Decoder):
             interleaved=True,
             dtype=self.output_weight.dtype,
             scaling=self.config.rope_scaling,
+        )
+
+    def new_drafting_cache(
+        self,
+        num_slots: int,
+        max_length: int,
+        *,
+        num_pages: int | None = None,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> PagedCache:
+        """Allocate a cache as ``new_cache`` does, in which `longarc.models.drafting` finds what it drafts from.
+
+        Beside the rows of all layers it has those of the MTP layer, and the main model's states.
+
+        Raises:
+            ContractError: as for ``new_cache``; or the model cannot draft.
+        """
+        if self.mtp is None:
+            raise ContractError(
+                "the model has no MTP layer (num_nextn_predict_layers=0), so it cannot draft; add one with an "
+                "mtp stage"
+            )
+        self._check_length(max_length)
+        shape = CacheShape(
+            num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
+        )
+        weight = self.output_weight
+        if native_for(*self.parameters()) and backend_for(weight) == "cpu":
+            return DraftingGlmMoeDsa(
+                self._weights(), self._angles(shape.max_length), self.config, shape
+            )
+        behind = self.config.num_hidden_layers
+        return PagedCache(
+            {**self.cache_widths(), "states": self.config.hidden_size},
+            shape,
+            layers={"index_keys": (*self.config.indexed_layers, behind), "states": (behind,)},
+            num_layers=behind + 1,
+            dtype=weight.dtype,
+            device=weight.device,
         )
 
     def _native_cache(self, shape: CacheShape) -> NativeGlmMoeDsa:

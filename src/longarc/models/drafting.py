@@ -2,177 +2,217 @@
 
 ::
 
-    main model:  ... t_{i-1}  t_i  ->  h_i  ->  samples t_{i+1}
-    draft        keys of depth 1 up to i go into the cache;  t_{i+2}, t_{i+3}, ... are drafted from h_i
+    main model:  ... t_{n-1}  ->  h_{n-1}  ->  samples t_n                     rows 0 .. n-1 are in the cache
+    take         keeps h_p, and leaves the row of depth 1 of t_p and h_{p-1}   at position p, where its token lies
+    chain        reads t_n beside h_{n-1}, leaves its row, and drafts t_{n+1}; then reads that one, and so on
 
-The same layer and the same arithmetic as in training. Only depth 1 writes to the cache, from states of the main
-model: what was drafted and not accepted leaves nothing behind.
+The same layer and the same arithmetic as in training. A row depends on no token behind its own, so what sequences
+have in common they can share, here as in every other layer. Only depth 1 leaves rows, from states of the main model.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.errors import ContractError
-from longarc.models.cache import CacheShape, PagedCache
+from longarc.models.cache import PagedCache
 from longarc.models.decoder import GlmMoeDsa
-from longarc.models.decoder_base import Attention
+from longarc.models.decoder_base import Attention, Pass
+from longarc.models.kernels.drafts import DraftingGlmMoeDsa
 from longarc.models.layers import check_ids
-from longarc.models.mtp import MultiTokenPredictor
+from longarc.models.mtp import DraftKeys
 from longarc.models.plan import AttentionPlan, QueryRun
 from longarc.models.projection import project_logits
 
-Choose = Callable[[Float[Tensor, "sequences vocab"]], Int[Tensor, " sequences"]]
-"""Draws one token for each sequence from its logits."""
+
+@runtime_checkable
+class DraftChain(Protocol):
+    """Drafts of some sequences, one depth after another."""
+
+    def read(self, token_ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences vocab"]:
+        """Read a token of each sequence and return the logits of the draft behind it.
+
+        Args:
+            token_ids: at first the newest token of each sequence, then what was drafted last. There may be more
+                depths than were trained.
+        """
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """What was drafted for each sequence."""
+@runtime_checkable
+class Drafter(Protocol):
+    """Drafts from the cache of one model."""
 
-    token_ids: Int[Tensor, "sequences steps"]
-    logits: Float[Tensor, "sequences steps vocab"]
-    """What each token was drawn from; rejection sampling compares it with the main model's."""
-
-
-def new_draft_cache(model: GlmMoeDsa, *, num_slots: int, max_length: int) -> PagedCache:
-    """Return the cache of the MTP layer for as many sequences, beside the main model's cache."""
-    weight = model.output_weight
-    return PagedCache(
-        model.cache_widths(),
-        CacheShape(num_slots=num_slots, max_length=max_length),
-        num_layers=1,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
-
-
-@torch.no_grad()
-def draft(
-    model: GlmMoeDsa,
-    hidden: Float[Tensor, "new hidden"],
-    next_ids: Int[Tensor, " new"],
-    slots: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    cache: PagedCache,
-    *,
-    num_steps: int,
-    choose: Choose,
-    attention: Attention = "sparse",
-) -> Drafted:
-    """Take in the main model's new states and draft ``num_steps`` tokens behind the last of each sequence.
-
-    Args:
-        model: has an MTP layer.
-        hidden: the main model's states of positions it has just computed, sequence after sequence.
-        next_ids: the token behind each of these positions; the last one of a sequence has been sampled from
-            its last state, and is what the drafts go on from.
-        slots: slot of each sequence in ``cache``.
-        starts: position of each sequence's first new state; earlier ones have been given before.
-        counts: how many of the new states belong to each sequence.
-        cache: of :func:`new_draft_cache`; is written.
-        num_steps: tokens to draft; may be more than the depths that were trained.
-        choose: draws a token for each sequence.
-        attention: as in the main model.
-
-    Raises:
-        ContractError: the model has no MTP layer, there is no sequence, the numbers disagree or do not fit the
-            cache, or an id, given or chosen, is not in the vocabulary.
-    """
-    predictor = _predictor_of(model)
-    if not len(hidden) == len(next_ids) == sum(counts) or num_steps < 1:
-        raise ContractError(
-            f"{len(hidden)} states, {len(next_ids)} tokens behind them and counts that sum to {sum(counts)} "
-            f"have to be as many, and num_steps={num_steps} at least 1"
-        )
-    if not counts:
-        raise ContractError("there is no sequence to draft for; call it with at least one")
-    check_ids(next_ids, model.config.vocab_size)
-    cache.check(list(slots), list(starts), list(counts))
-    sequences = _Sequences(slots, starts, counts, cache, hidden.device)
-    embedding = model.model.embed_tokens.weight
-    positions, last = sequences.positions, sequences.last
-    output = predictor.depth(
-        predictor.embedded(next_ids, embedding, positions, 1),
-        hidden,
-        replace(
-            predictor.step_of(1, positions, sequences.plan, model.rotation, attention),
-            cache=cache,
-            cache_rows=sequences.rows,
-        ),
-        None,
-    )
-    keys = output.keys.at(last)
-    state, fed = output.hidden[last], output.fed[last]
-    logits = [project_logits(state, model.output_weight)]
-    token_ids = [_chosen(choose, logits[0])]
-    plan = sequences.plan_of_last()
-    for depth in range(2, num_steps + 1):
-        output = predictor.depth(
-            predictor.embedded(token_ids[-1], embedding, positions[last], depth),
-            fed,
-            predictor.step_of(depth, positions[last], plan, model.rotation, attention),
-            keys,
-        )
-        fed = output.fed
-        logits.append(project_logits(output.hidden, model.output_weight))
-        token_ids.append(_chosen(choose, logits[-1]))
-    return Drafted(torch.stack(token_ids, dim=1), torch.stack(logits, dim=1))
-
-
-def _chosen(choose: Choose, logits: Tensor) -> Tensor:
-    token_ids = choose(logits)
-    if token_ids.shape != logits.shape[:1]:
-        raise ContractError(
-            f"choose returned ids of shape {list(token_ids.shape)} for logits of {len(logits)} sequences; it "
-            f"draws one token for each"
-        )
-    check_ids(token_ids, logits.shape[1])
-    return token_ids
-
-
-def _predictor_of(model: GlmMoeDsa) -> MultiTokenPredictor:
-    if model.mtp is None:
-        raise ContractError(
-            "the model has no MTP layer (num_nextn_predict_layers=0), so it cannot draft; add one with an "
-            "mtp stage"
-        )
-    return model.mtp
-
-
-class _Sequences:
-    """Where the new states stand, in their sequences and in the cache."""
-
-    def __init__(
+    def take(
         self,
+        token_ids: Int[Tensor, " new"],
+        hidden: Float[Tensor, "new hidden"],
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
-        cache: PagedCache,
-        device: torch.device,
     ) -> None:
-        self.last = torch.tensor(counts, device=device).cumsum(0) - 1
-        """The last new state of each sequence."""
+        """Take in tokens that the main model has computed.
+
+        Args:
+            token_ids: sequence after sequence.
+            hidden: what ``extend`` returned for all of them.
+            slots: slot of each sequence.
+            starts: position of each sequence's first token; what is before has been taken.
+            counts: tokens of each sequence.
+        """
+
+    def chain(self, slots: Sequence[int], lengths: Sequence[int], *, is_sparse: bool) -> DraftChain:
+        """Begin a chain of drafts for each sequence.
+
+        Args:
+            slots: slot of each sequence, with a page for one more token.
+            lengths: tokens of each that were taken, at least 1; the next one has been drawn.
+            is_sparse: attend to the selection of the layer's indexer only.
+        """
+
+
+def drafter_of(model: GlmMoeDsa, cache: PagedCache) -> Drafter:
+    """Return what drafts from a cache that ``new_drafting_cache`` made for the model."""
+    return cache if isinstance(cache, DraftingGlmMoeDsa) else EagerDrafter(model, cache)
+
+
+class EagerDrafter:
+    """Drafts in torch; see `Drafter`."""
+
+    def __init__(self, model: GlmMoeDsa, cache: PagedCache) -> None:
+        """Draft from the cache of a model.
+
+        Raises:
+            ContractError: the model has no MTP layer.
+        """
+        if model.mtp is None:
+            raise ContractError("the model has no MTP layer; `new_drafting_cache` says more")
+        self.model = model
+        self.cache = cache
+        self.predictor = model.mtp
+        self.states = cache.table("states", model.config.num_hidden_layers)
+
+    @torch.no_grad()
+    def take(
+        self,
+        token_ids: Int[Tensor, " new"],
+        hidden: Float[Tensor, "new hidden"],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        """See `Drafter`."""
+        check_ids(token_ids, self.model.config.vocab_size)
+        self.cache.check(list(slots), list(starts), list(counts))
+        rows = [
+            _rows(self.cache, slot, start + count)[start:]
+            for slot, start, count in zip(slots, starts, counts, strict=True)
+        ]
+        self.states[torch.cat(rows).to(hidden.device)] = hidden
+        # The first token of a sequence has no state before it.
+        is_behind = torch.cat(
+            [torch.arange(n) + s > 0 for s, n in zip(starts, counts, strict=True)]
+        )
+        begun = [
+            (slot, max(start, 1), start + count)
+            for slot, start, count in zip(slots, starts, counts, strict=True)
+            if start + count > 1
+        ]
+        if not begun:
+            return
+        places = Places(self.cache, begun, hidden.device)
+        self.predictor.leave_keys(
+            self.embedded(token_ids[is_behind.to(token_ids.device)], places, 1),
+            self.states[places.before],
+            self.step(1, places, "sparse"),
+        )
+
+    def chain(
+        self, slots: Sequence[int], lengths: Sequence[int], *, is_sparse: bool
+    ) -> "EagerChain":
+        """See `Drafter`."""
+        self.cache.check(list(slots), list(lengths), [1] * len(slots))
+        begun = [(slot, length, length + 1) for slot, length in zip(slots, lengths, strict=True)]
+        places = Places(self.cache, begun, self.states.device)
+        return EagerChain(self, places, "sparse" if is_sparse else "dense")
+
+    def step(self, depth: int, places: "Places", attention: Attention) -> Pass:
+        """Return the pass of a depth; that of depth 1 writes into the cache."""
+        step = self.predictor.step_of(
+            depth, places.positions, places.plan, self.model.rotation, attention
+        )
+        if depth > 1:
+            return step
+        return replace(step, cache=self.cache, cache_rows=places.own)
+
+    def embedded(self, token_ids: Tensor, places: "Places", depth: int) -> Tensor:
+        """Look up the tokens that a depth reads."""
+        embedding = self.model.model.embed_tokens.weight
+        token_ids = token_ids.to(embedding.device)
+        return self.predictor.embedded(token_ids, embedding, places.positions, depth)
+
+
+class EagerChain:
+    """Drafts in torch; see `DraftChain`."""
+
+    def __init__(self, drafter: EagerDrafter, places: "Places", attention: Attention) -> None:
+        self._drafter = drafter
+        self._places = places
+        self._attention = attention
+        self._depth = 0
+        self._keys: DraftKeys | None = None
+        self._fed = drafter.states[places.before]
+
+    @torch.no_grad()
+    def read(self, token_ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences vocab"]:
+        """See `DraftChain`."""
+        drafter = self._drafter
+        check_ids(token_ids, drafter.model.config.vocab_size)
+        self._depth += 1
+        output = drafter.predictor.depth(
+            drafter.embedded(token_ids, self._places, self._depth),
+            self._fed,
+            drafter.step(self._depth, self._places, self._attention),
+            self._keys,
+        )
+        self._keys, self._fed = output.keys, output.fed
+        return project_logits(output.hidden, drafter.model.output_weight)
+
+
+class Places:
+    """Where tokens of some sequences stand, of which depth 1 leaves rows; none is the first of its sequence."""
+
+    def __init__(
+        self, cache: PagedCache, begun: Sequence[tuple[int, int, int]], device: torch.device
+    ) -> None:
+        """Find the rows.
+
+        Args:
+            cache: of the model.
+            begun: slot of each sequence, and its tokens as first position and the one behind the last.
+            device: where positions and rows go.
+        """
         runs: list[QueryRun] = []
         positions: list[int] = []
-        for slot, start, count in zip(slots, starts, counts, strict=True):
-            keys = cache.rows_of(slot, start + count)
-            keys = keys if isinstance(keys, slice) else keys.to(device)
-            runs.append(QueryRun(len(positions), count, start, keys))
-            positions += range(start, start + count)
+        before: list[Tensor] = []
+        for slot, start, stop in begun:
+            rows = _rows(cache, slot, stop)
+            # There is nothing at position 0, so that what a query sees begins with the row after it.
+            runs.append(QueryRun(len(positions), stop - start, start - 1, rows[1:].to(device)))
+            positions += range(start - 1, stop - 1)
+            before.append(rows[start - 1 : stop - 1])
         self.plan = AttentionPlan(tuple(runs))
         self.positions = torch.tensor(positions, device=device)
-        self.rows = self.plan.own_rows(device)
+        """Of the states that the tokens go on from."""
+        self.before = torch.cat(before).to(device)
+        """Rows of these states."""
+        self.own = self.plan.own_rows(device)
+        """Rows of the tokens."""
 
-    def plan_of_last(self) -> AttentionPlan:
-        """Return the attention of one query behind each sequence, to the keys up to its last state."""
-        return AttentionPlan(
-            tuple(
-                QueryRun(index, 1, run.num_keys - 1, run.key_rows)
-                for index, run in enumerate(self.plan.runs)
-            )
-        )
+
+def _rows(cache: PagedCache, slot: int, length: int) -> Int[Tensor, " length"]:
+    rows = cache.rows_of(slot, length)
+    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows

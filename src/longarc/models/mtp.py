@@ -56,6 +56,20 @@ class DraftKeys:
 class DraftAttention(SparseLatentAttention):
     """MLA whose later depths attend to the keys of the first."""
 
+    def __init__(self, config: GlmMoeDsaConfig) -> None:
+        super().__init__(config, 0)  # as layer 0 it has an indexer of its own
+        # In a cache its rows lie behind those of the last layer.
+        self._layer = config.num_hidden_layers
+
+    def leave_keys(self, x: Float[Tensor, "T hidden"], step: Pass) -> None:
+        """Write the rows of depth 1 into the cache and compute nothing else."""
+        n = step.num_tokens
+        step.table("latent", self._layer, self._latent_rows(x, step)[:n])
+        if step.attention == "sparse" and self.indexer is not None:
+            q_latent = self.q_a_layernorm(self.q_a_proj(x))
+            rows = self.indexer.project(x, q_latent, step.rotation)
+            step.table("index_keys", self._layer, rows.key[:n])
+
     def attend_first(
         self, x: Float[Tensor, "T hidden"], step: Pass
     ) -> tuple[Float[Tensor, "T hidden"], DraftKeys, Float[Tensor, ""] | None]:
@@ -174,8 +188,7 @@ class MultiTokenPredictor(nn.Module):
         self.hnorm = RMSNorm(width, eps=eps)
         self.eh_proj = Linear(2 * width, width)
         self.input_layernorm = RMSNorm(width, eps=eps)
-        # It keeps rows of its own, beside those of the main model's layers: layer 0 of its own cache.
-        self.self_attn = DraftAttention(config, 0)
+        self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MixtureOfExperts(config)
         self.shared_head = SharedHead(config)
@@ -256,16 +269,7 @@ class MultiTokenPredictor(nn.Module):
             step: where the drafts stand and which rows of the table they may attend to.
             keys: of the first depth, which attends to its own; None in the first depth.
         """
-        num_rows = padded_rows(len(embedded))
-        hidden = self.eh_proj(
-            torch.cat(
-                [
-                    self.enorm(pad_rows(embedded, num_rows)),
-                    self.hnorm(pad_rows(before, num_rows)),
-                ],
-                dim=-1,
-            )
-        )
+        hidden = self._joined(embedded, before)
         normed, loss = self.input_layernorm(hidden), None
         if keys is None:
             attended, keys, loss = self.self_attn.attend_first(normed, step)
@@ -286,6 +290,27 @@ class MultiTokenPredictor(nn.Module):
             expert_counts=counts,
             indexer_loss_sum=loss,
         )
+
+    def leave_keys(
+        self,
+        embedded: Float[Tensor, "drafts hidden"],
+        before: Float[Tensor, "drafts hidden"],
+        step: Pass,
+    ) -> None:
+        """Write the rows that depth 1 leaves in the cache, and compute no draft.
+
+        Args:
+            embedded: of the token that each draft reads.
+            before: the main model's state before it.
+            step: of depth 1, with the cache.
+        """
+        self.self_attn.leave_keys(self.input_layernorm(self._joined(embedded, before)), step)
+
+    def _joined(self, embedded: Tensor, before: Tensor) -> Tensor:
+        num_rows = padded_rows(len(embedded))
+        both = [self.enorm(pad_rows(embedded, num_rows)), self.hnorm(pad_rows(before, num_rows))]
+        joined: Tensor = self.eh_proj(torch.cat(both, dim=-1))
+        return joined
 
     def embedded(
         self,

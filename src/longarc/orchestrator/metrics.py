@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from longarc.orchestrator.groups import Fate
 from longarc.records.batch import Batch, StepReport
@@ -93,12 +94,33 @@ def engine_metrics(before: EngineHealth, after: EngineHealth, *, step_s: float) 
     probe = [] if after.probe_gap is None else [Metric("mismatch/probe_gap", after.probe_gap)]
     return [
         *probe,
+        *_draft_metrics(before, after),
         Metric("throughput/sampled_tokens_per_s", sampled, step_s),
         Metric("engine/prefill_tokens_saved_frac", cached, prompted),
         Metric("engine/preemptions", after.num_preemptions - before.num_preemptions, reduce="sum"),
         Metric("engine/used_pages_frac", after.num_used_pages, after.num_pages),
         Metric("engine/cached_pages_frac", after.num_cached_pages, after.num_pages),
         Metric("loop/engine_idle_frac", step_s - busy_s, step_s),
+    ]
+
+
+def _draft_metrics(before: EngineHealth, after: EngineHealth) -> list[Metric]:
+    """Describe what drafts were worth: the share that stayed, by depth, and the mean tokens of a chain."""
+    drafted, accepted = (
+        [new - old for old, new in zip_longest(*counts, fillvalue=0)]
+        for counts in (
+            (before.num_drafted, after.num_drafted),
+            (before.num_accepted, after.num_accepted),
+        )
+    )
+    if not drafted:
+        return []
+    return [
+        Metric("engine/accept_length_tokens", drafted[0] + sum(accepted), drafted[0]),
+        *(
+            Metric(f"engine/accepted_frac_depth_{depth}", stayed, made)
+            for depth, (stayed, made) in enumerate(zip(accepted, drafted, strict=True), start=1)
+        ),
     ]
 
 

@@ -47,7 +47,8 @@ class Sampling:
     """Whether each piece also has the log-probabilities at temperature 1 over the whole vocabulary."""
     stream_interval_tokens: int = 0
     """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
-    change and at the end, which costs the engine least. A router hands over more pieces than that."""
+    change and at the end, which costs the engine least. A router hands over more pieces than that, and an engine that
+    drafts a few tokens more in a piece."""
     seed: int | None = None
     """Makes the completion reproducible for the same weights; 0 to 2**63 - 1. None draws a seed from the engine's
     stream."""
@@ -146,6 +147,11 @@ class EngineHealth:
     """Pages of running sequences."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
+    num_drafted: tuple[int, ...] = ()
+    """Tokens that were drafted and verified since the engine started, by depth; empty where none are drafted. The first
+    number counts the chains of drafts."""
+    num_accepted: tuple[int, ...] = ()
+    """Drafts that became sampled tokens, by depth."""
     instance_id: str = ""
     """Differs after every start of the engine, whose weights and cache are then its first ones; empty
     where the engine does not tell."""
@@ -157,6 +163,12 @@ class EngineHealth:
     def num_pages(self) -> int:
         """Pages of the cache; 0 where the engine does not tell."""
         return self.num_free_pages + self.num_cached_pages + self.num_used_pages
+
+    @property
+    def accept_length_tokens(self) -> float:
+        """Mean tokens of a chain of drafts, the main model's own included; 0 before the first chain."""
+        num_chains = self.num_drafted[0] if self.num_drafted else 0
+        return 1 + sum(self.num_accepted) / num_chains if num_chains else 0.0
 
     @property
     def prefill_tokens_saved_frac(self) -> float:

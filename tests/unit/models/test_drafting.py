@@ -1,4 +1,4 @@
-"""Drafts while sequences are sampled: those of the training forward, however the states arrive."""
+"""Drafts while sequences are sampled: those of the training forward, however the tokens arrive."""
 
 import pytest
 import torch
@@ -7,15 +7,19 @@ from longarc.config.model import AttentionPattern
 from longarc.errors import ContractError
 from longarc.models.build import build_model
 from longarc.models.conversion import to_hybrid
-from longarc.models.drafting import draft, new_draft_cache
+from longarc.models.decoder import GlmMoeDsa
+from longarc.models.drafting import EagerDrafter, drafter_of
+from longarc.models.kernels.drafts import DraftingGlmMoeDsa
+from longarc.models.kernels.native import native
 from longarc.models.layout import Layout
 from longarc.models.projection import project_logits
 from model_cases import sharpened, small_glm
 
 LENGTH, NUM_DEPTHS = 50, 3
+needs_native = pytest.mark.skipif(native() is None, reason="the native kernels were not built")
 
 
-def drafter(dtype=torch.float32, **changes):
+def drafting_model(dtype=torch.float32, **changes):
     config = small_glm(num_nextn_predict_layers=1, **changes)
     return sharpened(build_model(config, seed=3)).to(dtype)
 
@@ -26,13 +30,7 @@ def hybrid_drafter(layers):
     return to_hybrid(sharpened(build_model(glm, seed=3)), pattern)
 
 
-def reads(*tokens_by_step):
-    """Let the drafts go on from the tokens of the text."""
-    steps = iter(tokens_by_step)
-    return lambda logits: torch.tensor(next(steps))
-
-
-def text_drafts(model, ids, attention):
+def text_drafts(model, ids, attention="sparse"):
     """Logits of all depths from the training forward, [depth, row, vocab]."""
     layout = Layout.documents([len(ids)])
     with torch.no_grad():
@@ -40,6 +38,15 @@ def text_drafts(model, ids, attention):
         output = model.drafts(hidden, ids, layout, attention=attention)
         logits = [project_logits(rows, model.output_weight) for rows in output.hidden]
     return hidden, torch.stack(logits)
+
+
+def new_cache(model, **sizes):
+    # A hybrid drafts from such a cache too, though its own layers cannot use it.
+    return GlmMoeDsa.new_drafting_cache(model, **{"num_slots": 2, "max_length": 64, **sizes})
+
+
+def read_all(chain, ids):
+    return torch.stack([chain.read(ids[i : i + 1])[0] for i in range(len(ids))])
 
 
 @pytest.mark.parametrize("attention", ["sparse", "dense"])
@@ -50,7 +57,9 @@ def text_drafts(model, ids, attention):
     ids=["default", "others"],
 )
 def test_drafts_are_those_of_training_at_every_position(attention, dtype, changes, make_ids):
-    check_drafts_are_those_of_training(drafter(dtype, **changes), attention, make_ids(LENGTH))
+    check_drafts_are_those_of_training(
+        drafting_model(dtype, **changes), attention, make_ids(LENGTH)
+    )
 
 
 @pytest.mark.parametrize("attention", ["sparse", "dense"])
@@ -63,144 +72,111 @@ def test_a_hybrid_drafts_as_it_trains_and_has_no_indexer(attention, make_ids):
 def check_drafts_are_those_of_training(model, attention, ids):
     dtype = model.output_weight.dtype
     hidden, expected = text_drafts(model, ids, attention)
-    cache = new_draft_cache(model, num_slots=2, max_length=64)
-    for i in range(20, LENGTH - NUM_DEPTHS - 1):
-        start = 0 if i == 20 else i  # many states, as of a prompt, and then one at a time
-        drafted = draft(
-            model,
-            hidden[start : i + 1],
-            ids[start + 1 : i + 2],
-            [1],
-            [start],
-            [i + 1 - start],
-            cache,
-            num_steps=NUM_DEPTHS,
-            choose=reads(*[[int(ids[i + 1 + d])] for d in range(1, NUM_DEPTHS + 1)]),
-            attention=attention,
+    drafter = drafter_of(model, new_cache(model))
+    for length in range(1, LENGTH - NUM_DEPTHS):
+        if 2 <= length < 21:
+            continue
+        start = {1: 0, 21: 1}.get(length, length - 1)  # one token, many, and then one at a time
+        drafter.take(ids[start:length], hidden[start:length], [1], [start], [length - start])
+        chain = drafter.chain([1], [length], is_sparse=attention == "sparse")
+        logits = read_all(chain, ids[length : length + NUM_DEPTHS])
+        wanted = torch.stack([expected[d, length + d] for d in range(NUM_DEPTHS)])
+        assert torch.equal(logits, wanted) or (
+            dtype is torch.float64 and torch.allclose(logits, wanted, atol=1e-10)
         )
-        wanted = torch.stack([expected[d - 1, i + d] for d in range(1, NUM_DEPTHS + 1)])
-        assert torch.equal(drafted.logits[0], wanted) or (
-            dtype is torch.float64 and torch.allclose(drafted.logits[0], wanted, atol=1e-10)
-        )
-        assert drafted.token_ids[0].tolist() == ids[i + 2 : i + 2 + NUM_DEPTHS].tolist()
+
+
+@needs_native
+def test_the_native_kernels_draft_what_torch_drafts(make_ids):
+    model, ids = drafting_model(), make_ids(40)
+    cache = new_cache(model)
+    assert isinstance(drafter_of(model, cache), DraftingGlmMoeDsa)
+    hidden, _ = text_drafts(model, ids)
+    logits = []
+    for drafter in (cache, EagerDrafter(model, new_cache(model.double()))):
+        dtype = torch.float32 if drafter is cache else torch.float64
+        drafter.take(ids[:30], hidden[:30].to(dtype), [0], [0], [30])
+        logits.append(read_all(drafter.chain([0], [30], is_sparse=True), ids[30:36]).double())
+        model.float()
+        if drafter is cache:
+            model.double()
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-4)
 
 
 def test_several_sequences_draft_side_by_side(make_ids):
-    model = drafter()
+    model = drafting_model()
     texts = [make_ids(30), make_ids(45)]
-    states = [text_drafts(model, ids, "sparse") for ids in texts]
-    cache = new_draft_cache(model, num_slots=3, max_length=64)
-    ends = [12, 40]
+    states = [text_drafts(model, ids) for ids in texts]
+    drafter = drafter_of(model, new_cache(model, num_slots=3))
+    lengths = [12, 40]
 
-    def step(counts, starts, steps):
+    def take(starts, counts):
         pairs = list(zip(texts, states, starts, counts, strict=True))
-        return draft(
-            model,
+        drafter.take(
+            torch.cat([ids[s : s + n] for ids, _, s, n in pairs]),
             torch.cat([hidden[s : s + n] for _, (hidden, _), s, n in pairs]),
-            torch.cat([ids[s + 1 : s + n + 1] for ids, _, s, n in pairs]),
             [2, 0],
             starts,
             counts,
-            cache,
-            num_steps=NUM_DEPTHS,
-            choose=reads(*steps),
         )
 
-    def text_after(ends):
-        return [
-            [int(ids[end + d]) for ids, end in zip(texts, ends, strict=True)]
-            for d in range(1, NUM_DEPTHS + 1)
-        ]
+    def check(lengths):
+        chain = drafter.chain([2, 0], lengths, is_sparse=True)
+        for depth in range(NUM_DEPTHS):
+            logits = chain.read(
+                torch.stack([ids[n + depth] for ids, n in zip(texts, lengths, strict=True)])
+            )
+            for row, (length, (_, expected)) in enumerate(zip(lengths, states, strict=True)):
+                wanted = expected[depth, length + depth]
+                torch.testing.assert_close(logits[row], wanted, rtol=0, atol=1e-5)
 
-    step(ends, [0, 0], text_after(ends))
+    take([0, 0], lengths)
+    check(lengths)
     # What was drafted before leaves nothing behind, and accepted tokens come in several at a time.
-    later = [ends[0] + 1, ends[1] + 1]
-    drafted = step([1, 1], ends, text_after(later))
-    for index, end in enumerate(later):
-        expected = torch.stack([states[index][1][d - 1, end + d - 1] for d in (1, 2, 3)])
-        torch.testing.assert_close(drafted.logits[index], expected, rtol=0, atol=1e-5)
+    take(lengths, [4, 1])
+    check([16, 41])
 
 
-def test_more_steps_than_were_trained_can_be_drafted(make_ids):
-    model, deep = drafter(mtp_num_depths=1), drafter(mtp_num_depths=6)
+def test_what_sequences_have_in_common_they_draft_from_in_common_pages(make_ids):
+    model = drafting_model()
+    ids, other = make_ids(40), make_ids(8)
+    text = torch.cat([ids[:32], other])
+    hidden, _ = text_drafts(model, ids)
+    hidden_of_text, expected = text_drafts(model, text)
+    cache = new_cache(model, num_pages=6, page_tokens=16)
+    drafter = drafter_of(model, cache)
+    cache.give_pages(0, [3, 1, 4])
+    drafter.take(ids, hidden, [0], [0], [40])
+    cache.give_pages(1, [3, 1, 5])
+    drafter.take(text[32:36], hidden_of_text[32:36], [1], [32], [4])
+    logits = read_all(drafter.chain([1], [36], is_sparse=True), text[36:39])
+    wanted = torch.stack([expected[d, 36 + d] for d in range(3)])
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+
+
+def test_more_depths_than_were_trained_can_be_drafted(make_ids):
+    model, deep = drafting_model(mtp_num_depths=1), drafting_model(mtp_num_depths=6)
     ids = make_ids(20)
-    hidden, expected = text_drafts(deep, ids, "sparse")
-    drafted = draft(
-        model,
-        hidden[:10],
-        ids[1:11],
-        [0],
-        [0],
-        [10],
-        new_draft_cache(model, num_slots=1, max_length=32),
-        num_steps=6,
-        choose=reads(*[[int(ids[10 + d])] for d in range(1, 7)]),
-    )
-    wanted = torch.stack([expected[d - 1, 9 + d] for d in range(1, 7)])
-    torch.testing.assert_close(drafted.logits[0], wanted, rtol=0, atol=1e-5)
+    hidden, expected = text_drafts(deep, ids)
+    drafter = drafter_of(model, new_cache(model))
+    drafter.take(ids[:10], hidden[:10], [0], [0], [10])
+    logits = read_all(drafter.chain([0], [10], is_sparse=True), ids[10:16])
+    wanted = torch.stack([expected[d, 10 + d] for d in range(6)])
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
 
 
-def test_drafts_go_on_from_what_was_chosen(make_ids):
-    model = drafter()
-    ids = make_ids(20)
-    hidden, _ = text_drafts(model, ids, "sparse")
-    greedy = draft(
-        model,
-        hidden[:10],
-        ids[1:11],
-        [0],
-        [0],
-        [10],
-        new_draft_cache(model, num_slots=1, max_length=32),
-        num_steps=3,
-        choose=lambda logits: logits.argmax(dim=1),
-    )
-    assert greedy.token_ids[0].tolist() == greedy.logits[0].argmax(dim=1).tolist()
-    text = torch.cat([ids[:11], greedy.token_ids[0, :2], ids[:1]])
-    _, expected = text_drafts(model, text, "sparse")
-    torch.testing.assert_close(greedy.logits[0, 2], expected[2, 12], rtol=0, atol=1e-5)
-
-
-def test_numbers_that_disagree_are_refused(glm, make_ids):
-    model, ids = drafter(), make_ids(8)
-    hidden, _ = text_drafts(model, ids, "sparse")
-    cache = new_draft_cache(model, num_slots=1, max_length=16)
-
-    def call(
-        model=model,
-        *,
-        start=0,
-        counts=(5,),
-        num_steps=2,
-        ids=ids,
-        choose=lambda logits: logits.argmax(dim=1),
-    ):
-        num_new = sum(counts) if sum(counts) != 4 else 5
-        draft(
-            model,
-            hidden[:num_new],
-            ids[1 : num_new + 1],
-            [0][: len(counts)],
-            [start][: len(counts)],
-            counts,
-            cache,
-            num_steps=num_steps,
-            choose=choose,
-        )
-
-    with pytest.raises(ContractError, match="counts that sum to 4"):
-        call(counts=(4,))
-    with pytest.raises(ContractError, match="num_steps=0"):
-        call(num_steps=0)
+def test_what_does_not_fit_is_refused(glm, make_ids):
+    model, ids = drafting_model(torch.float64), make_ids(8)
+    hidden, _ = text_drafts(model, ids)
+    drafter = drafter_of(model, new_cache(model, num_slots=1, max_length=16))
+    drafter.take(ids, hidden, [0], [0], [8])
     with pytest.raises(ContractError, match="do not fit"):
-        call(start=14)
-    with pytest.raises(ContractError, match="no sequence to draft for"):
-        call(counts=())
+        drafter.take(ids, hidden, [0], [14], [8])
+    with pytest.raises(ContractError, match="do not fit"):
+        drafter.chain([0], [16], is_sparse=True)
     with pytest.raises(ContractError, match="token id 64 is outside"):
-        call(ids=torch.full_like(ids, 64))
+        drafter.take(torch.full_like(ids, 64), hidden, [0], [0], [8])
     with pytest.raises(ContractError, match="token id -1 is outside"):
-        call(choose=lambda logits: logits.argmax(dim=1) * 0 - 1)
-    with pytest.raises(ContractError, match=r"ids of shape \[1, 64\] for logits of 1 sequences"):
-        call(choose=lambda logits: logits.argsort(dim=1))
+        drafter.chain([0], [8], is_sparse=True).read(torch.tensor([-1]))
     with pytest.raises(ContractError, match="no MTP layer"):
-        call(glm)
+        glm.new_drafting_cache(1, 16)

@@ -46,3 +46,15 @@ def test_an_engine_that_does_not_tell_of_pages_reports_none():
     assert not any("pages" in name for name in found)
     assert BEFORE.num_pages == 0
     assert replace(BEFORE, num_prompt_tokens=0, num_cached_tokens=0).prefill_tokens_saved_frac == 0
+
+
+def test_a_step_says_what_drafts_were_worth():
+    before = replace(BEFORE, num_drafted=(10, 9), num_accepted=(8, 2))
+    after = replace(BEFORE, num_drafted=(30, 25), num_accepted=(23, 6))
+    found = combine(engine_metrics(before, after, step_s=1.0))
+    assert found["engine/accept_length_tokens"] == 1 + (15 + 4) / 20
+    assert found["engine/accepted_frac_depth_1"] == 15 / 20
+    assert found["engine/accepted_frac_depth_2"] == 4 / 16
+    # An engine that was started anew may be the first that drafts.
+    assert "engine/accepted_frac_depth_2" in combine(engine_metrics(BEFORE, after, step_s=1.0))
+    assert not any("accept" in name for name in combine(engine_metrics(BEFORE, BEFORE, step_s=1.0)))

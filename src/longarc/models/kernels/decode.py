@@ -73,9 +73,9 @@ class NativeDecoder(BlockedPagedCache, ABC):
             ends_only: return the last new token of each sequence alone, and spare the rest the last layer.
         """
         layers = self._fresh_layers()
-        slots_N, positions_N = _rows_of(slots, starts, counts)
+        slots_N, positions_N = rows_of(slots, starts, counts)
         tokens_N = token_ids.contiguous()
-        hidden = self._new_hidden(len(tokens_N))
+        hidden = self.new_states(len(tokens_N))
         rows = self._row_struct(tokens_N, slots_N, positions_N, hidden)
         rows.ends_only = ends_only
         self._library.call_structs(f"{self._family}_rows", self._shape(is_sparse), layers, rows)
@@ -118,7 +118,7 @@ class NativeDecoder(BlockedPagedCache, ABC):
             torch.tensor(slots),
             torch.tensor(starts),
         )
-        hidden = self._new_hidden(num_rows)
+        hidden = self.new_states(num_rows)
         tokens_SB = torch.empty(max_steps, num_rows, dtype=torch.long)
         logprobs_SB = torch.empty(max_steps, num_rows)
         finite_B = torch.empty(num_rows, dtype=torch.long)
@@ -150,7 +150,8 @@ class NativeDecoder(BlockedPagedCache, ABC):
         made = steps.num_steps
         return Drawn(tokens_SB[:made], logprobs_SB[:made], finite_B.bool())
 
-    def _new_hidden(self, num_rows: int) -> Tensor:
+    def new_states(self, num_rows: int) -> Tensor:
+        """Return room for the final hidden states of as many rows."""
         return torch.empty(num_rows, self._weights["model.embed_tokens.weight"].shape[1])
 
     def _row_struct(
@@ -316,17 +317,20 @@ class NativeGlmMoeDsa(NativeDecoder):
         shape: CacheShape,
     ) -> None:
         self._config = config
-        width = config.kv_lora_rank + config.qk_rope_head_dim
         super().__init__(
-            weights,
-            angles,
-            {
-                "latents": Table(1, width, False),
-                "index_keys": Table(1, config.index_head_dim, True, config.indexed_layers),
-            },
-            shape,
-            num_layers=config.num_hidden_layers,
+            weights, angles, self._tables_of(config), shape, num_layers=self._num_layers_of(config)
         )
+
+    @staticmethod
+    def _num_layers_of(config: GlmMoeDsaConfig) -> int:
+        return config.num_hidden_layers
+
+    @staticmethod
+    def _tables_of(config: GlmMoeDsaConfig) -> dict[str, Table]:
+        return {
+            "latents": Table(1, config.kv_lora_rank + config.qk_rope_head_dim, False),
+            "index_keys": Table(1, config.index_head_dim, True, config.indexed_layers),
+        }
 
     def _shape(self, is_sparse: bool) -> ctypes.Structure:
         config = self._config
@@ -359,9 +363,12 @@ class NativeGlmMoeDsa(NativeDecoder):
             layers[i] = structs.MlaLayer(
                 **self._attention(i),
                 feed_forward=structs.FeedForward(**self._feed_forward(i)),
-                **structs.addresses(self.layer(i)),
+                **structs.addresses(self._rows_of_layer(i)),
             )
         return layers
+
+    def _rows_of_layer(self, layer: int) -> dict[str, Tensor]:
+        return self.layer(layer)
 
     def _attention(self, layer: int) -> dict[str, int]:
         config = self._config
@@ -372,7 +379,7 @@ class NativeGlmMoeDsa(NativeDecoder):
             "post_norm": "post_attention_layernorm.weight",
         }
         inputs, queries = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
-        if config.indexer_kinds[layer] == "full":
+        if self._has_indexer(layer):
             norms["index_norm_weight"] = "self_attn.indexer.k_norm.weight"
             norms["index_norm_bias"] = "self_attn.indexer.k_norm.bias"
             inputs += ["indexer.wk", "indexer.weights_proj"]
@@ -391,12 +398,18 @@ class NativeGlmMoeDsa(NativeDecoder):
             "output": self._pack(output),
         }
 
+    def _has_indexer(self, layer: int) -> bool:
+        return self._config.indexer_kinds[layer] == "full"
+
+    def _has_experts(self, layer: int) -> bool:
+        return layer >= self._config.first_k_dense_replace
+
     def _projections(self, layer: int, names: Sequence[str]) -> list[Tensor]:
         return [self._weight(layer, f"self_attn.{name}.weight") for name in names]
 
     def _feed_forward(self, layer: int) -> dict[str, int | float]:
         config = self._config
-        if layer < config.first_k_dense_replace:
+        if not self._has_experts(layer):
             return dict(self._dense(layer, "mlp"))
         shared = (
             self._dense(layer, "mlp.shared_experts", "shared_") if config.n_shared_experts else {}
@@ -415,7 +428,7 @@ class NativeGlmMoeDsa(NativeDecoder):
         }
 
 
-def _rows_of(
+def rows_of(
     slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return slot and position of every new token."""

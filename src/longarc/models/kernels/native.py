@@ -41,6 +41,9 @@ _SIGNATURES: Final = {
     "mla_rows": "pppi",
     "llama_steps": "ppppi",
     "mla_steps": "ppppi",
+    "mla_take": "ppppi",
+    "mla_draft": "pppppi",
+    "mla_rounds": "pppppi",
 }
 _TYPES: Final[dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]]] = {
     _POINTER: ctypes.c_void_p,

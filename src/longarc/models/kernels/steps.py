@@ -43,8 +43,15 @@ class Draws:
 
     def stops(self) -> tuple[Int[Tensor, " ids"], Int[Tensor, " B"]]:
         """Return all stop ids one after another, and where those of each sequence end."""
-        ids = torch.tensor(list(chain.from_iterable(self.stop_ids)), dtype=torch.long)
-        return ids, torch.tensor(list(accumulate(len(ids) for ids in self.stop_ids)))
+        return stop_lists(self.stop_ids)
+
+
+def stop_lists(
+    stop_ids: Sequence[Sequence[int]],
+) -> tuple[Int[Tensor, " ids"], Int[Tensor, " B"]]:
+    """Return the stop ids of all sequences one after another, and where those of each sequence end."""
+    ids = torch.tensor(list(chain.from_iterable(stop_ids)), dtype=torch.long)
+    return ids, torch.tensor(list(accumulate(len(own) for own in stop_ids)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The structures of ``cpu/decode.h`` and ``cpu/steps.h`` in ctypes: same names, same order, same types."""
+"""The structures of ``cpu/decode.h``, ``steps.h``, ``draft.h`` and ``rounds.h`` in ctypes: same names, same order, same types."""
 
 import ctypes
 from typing import ClassVar, TypeAlias
@@ -91,6 +91,34 @@ class MlaShape(ctypes.Structure):
         *_integers("num_layers hidden num_heads q_rank latent nope rope value"),
         *_integers("index_heads index_dim index_topk is_sparse"),
         *_reals("eps latent_eps index_eps scale index_scale"),
+    ]
+
+
+class Draft(ctypes.Structure):
+    """What the MTP layer has besides a layer's own weights."""
+
+    _fields_: ClassVar[list[_CField]] = [
+        *_pointers("token_norm state_norm joint head_norm states"),
+        *_integers("feeds_normed advances"),
+    ]
+
+
+class Depth(ctypes.Structure):
+    """One depth of drafts."""
+
+    _fields_: ClassVar[list[_CField]] = [
+        *_integers("depth"),
+        *_pointers("turned fed hidden selected"),
+    ]
+
+
+class Rounds(ctypes.Structure):
+    """How tokens are drafted and drawn in a call of several rounds, and where they go."""
+
+    _fields_: ClassVar[list[_CField]] = [
+        *_integers("max_rounds num_drafts vocab"),
+        *_pointers("output temperatures seeds num_drawn budgets due stop_ids stop_ends interrupt"),
+        *_pointers("tokens logprobs counts is_finite drafted accepted"),
     ]
 
 

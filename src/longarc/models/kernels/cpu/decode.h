@@ -322,6 +322,36 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
     }
 }
 
+// Numbers that a row's selection has room for.
+inline int64_t selected_room(const MlaShape& shape, const Rows& rows) {
+    return std::min(shape.index_topk, rows.slot_pages * page_keys(rows)) + LANES;
+}
+
+// Adds to x what `num` rows attend to, whose queries are in s.query; see(r) leaves the keys of row r in s.seen[r % 2].
+template <class See>
+inline void mla_attend(const MlaShape& shape, const MlaLayer& layer, int64_t num, float* x, ChunkScratch& s, See see) {
+    const int64_t dim = shape.latent + shape.rope;
+    const float* query = s.query.floats(0);
+    float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
+    see(0);
+    for (int64_t r = 0; r < num; r++) {
+        // The next row's keys travel while this row's are worked on.
+        if (r + 1 < num) see(r + 1);
+        const SeenKeys &seen = s.seen[r % 2], &next = s.seen[(r + 1) % 2];
+        attend_rows(query + r * shape.num_heads * dim, shape.scale, shape.num_heads,
+                    {seen.latents.data(), dim, shape.latent, seen.num},
+                    attended + r * shape.num_heads * shape.latent, s.attend_rows, nullptr,
+                    {next.latents.data(), r + 1 < num ? next.num : 0, dim});
+    }
+    float* values = s.merged.floats(num * shape.num_heads * shape.value);
+    for (int64_t h = 0; h < shape.num_heads; h++)
+        gemm(num, shape.value, shape.latent, attended + h * shape.latent, shape.num_heads * shape.latent,
+             layer.value_absorb + h * packed_size(shape.value, shape.latent), values + h * shape.value,
+             shape.num_heads * shape.value);
+    gemm<Store::ADD>(num, shape.hidden, shape.num_heads * shape.value, values, shape.num_heads * shape.value,
+                     layer.output, x, shape.hidden);
+}
+
 struct MlaAttention {
     static void keys(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
                      ChunkScratch& s) {
@@ -334,32 +364,14 @@ struct MlaAttention {
         const MlaWidths width(shape, layer);
         const int64_t num = end - begin;
         const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
-        const float* query = s.query.floats(0);
-        float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
-        const int64_t room = std::min(shape.index_topk, rows.slot_pages * page_keys(rows)) + LANES;
+        const int64_t room = selected_room(shape, rows);
         if (int64_t(s.selected.size()) < CHUNK_ROWS * room) s.selected.resize(CHUNK_ROWS * room);
         auto see = [&](int64_t r) {
             mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,
                     input + r * width.inputs + shape.q_rank + width.dim + width.index_dim,
                     &s.selected[(begin + r) * room], s.seen[r % 2], s.scores);
         };
-        see(0);
-        for (int64_t r = 0; r < num; r++) {
-            // The next row's keys travel while this row's are worked on.
-            if (r + 1 < num) see(r + 1);
-            const SeenKeys &seen = s.seen[r % 2], &next = s.seen[(r + 1) % 2];
-            attend_rows(query + r * shape.num_heads * width.dim, shape.scale, shape.num_heads,
-                        {seen.latents.data(), width.dim, shape.latent, seen.num},
-                        attended + r * shape.num_heads * shape.latent, s.attend_rows, nullptr,
-                        {next.latents.data(), r + 1 < num ? next.num : 0, width.dim});
-        }
-        float* values = s.merged.floats(num * shape.num_heads * shape.value);
-        for (int64_t h = 0; h < shape.num_heads; h++)
-            gemm(num, shape.value, shape.latent, attended + h * shape.latent, shape.num_heads * shape.latent,
-                 layer.value_absorb + h * packed_size(shape.value, shape.latent), values + h * shape.value,
-                 shape.num_heads * shape.value);
-        gemm<Store::ADD>(num, shape.hidden, shape.num_heads * shape.value, values, shape.num_heads * shape.value,
-                         layer.output, s.x.floats(0) + begin * shape.hidden, shape.hidden);
+        mla_attend(shape, layer, num, s.x.floats(0) + begin * shape.hidden, s, see);
     }
 };
 

@@ -1,7 +1,7 @@
 // The C interface. Tensors are pointers to fp32 (indices: int64) in the layouts named in the headers; sizes and
 // strides count numbers. Nothing here allocates what it returns: the caller owns every buffer.
 
-#include "steps.h"
+#include "rounds.h"
 #include "training.h"
 
 using namespace longarc;
@@ -286,6 +286,22 @@ void longarc_mla_steps(const MlaShape* shape, const MlaLayer* layers, const Rows
                        int64_t num_threads) {
     run_steps(*rows, shape->hidden, *steps, num_threads,
               [&](const Rows& now) { run_rows<MlaAttention>(*shape, layers, now, num_threads); });
+}
+
+// The MTP layer is the one behind the last of `layers`.
+void longarc_mla_take(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, const Draft* draft,
+                      int64_t num_threads) {
+    take_rows(*shape, layers[shape->num_layers], *draft, *rows, num_threads);
+}
+
+void longarc_mla_draft(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, const Draft* draft,
+                       const Depth* depth, int64_t num_threads) {
+    draft_rows(*shape, layers[shape->num_layers], *draft, *rows, *depth, num_threads);
+}
+
+void longarc_mla_rounds(const MlaShape* shape, const MlaLayer* layers, const Rows* rows, const Draft* draft,
+                        const Rounds* rounds, int64_t num_threads) {
+    run_rounds(*shape, layers, *rows, *draft, *rounds, num_threads);
 }
 
 }  // extern "C"

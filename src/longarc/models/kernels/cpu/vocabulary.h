@@ -46,47 +46,60 @@ inline float expected_logit_row(const float* logits, int64_t width, float log_su
     return sum_lanes(total);
 }
 
-// Inverts the cumulative distribution of one row at `uniform` in [0, 1): the first token whose cumulative
-// probability exceeds the draw, the last possible one if rounding puts the draw on the very end.
-inline int64_t draw_row(const float* logits, int64_t width, float log_sum, double uniform) {
-    constexpr int64_t BLOCK = 64;
-    const int64_t num_blocks = (width + BLOCK - 1) / BLOCK;
-    thread_local Floats probability;
+constexpr int64_t DRAW_BLOCK = 64;  // a row that is drawn from is padded with zeros to whole blocks
+
+// Inverts the cumulative sums of non-negative numbers at `uniform` in [0, 1) of their total: the first index whose sum
+// exceeds the draw, the last possible one if rounding puts the draw on the very end. A zero is never drawn.
+inline int64_t draw_weighted(const float* weights, int64_t width, double uniform, double* all = nullptr) {
+    const int64_t num_blocks = (width + DRAW_BLOCK - 1) / DRAW_BLOCK;
     thread_local std::vector<double> mass;
-    probability.resize(num_blocks * BLOCK);
     mass.resize(num_blocks);
-    over_vectors(width, [&](int64_t i, int n) {
-        const Vec z = load_upto(logits + i, n);
-        // exp() stops at -87; below, a token has no probability.
-        store_upto(&probability[i], z - log_sum < -87.0f ? Vec{} : exp(z - log_sum), n);
-    });
-    for (int64_t i = width; i < num_blocks * BLOCK; i++) probability[i] = 0.0f;
     double total = 0.0;
     for (int64_t b = 0; b < num_blocks; b++) {
         double sums[4] = {};
-        for (int64_t i = 0; i < BLOCK; i += 4)
-            for (int j = 0; j < 4; j++) sums[j] += probability[b * BLOCK + i + j];
+        for (int64_t i = 0; i < DRAW_BLOCK; i += 4)
+            for (int j = 0; j < 4; j++) sums[j] += weights[b * DRAW_BLOCK + i + j];
         mass[b] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         total += mass[b];
     }
+    if (all) *all = total;
     const double draw = uniform * total;
     double before = 0.0;
     int64_t last = 0;
     for (int64_t b = 0; b < num_blocks; b++) {
         if (before + mass[b] > draw) {
             double sum = before;
-            for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i++) {
-                if (probability[i] <= 0.0f) continue;
+            for (int64_t i = b * DRAW_BLOCK; i < (b + 1) * DRAW_BLOCK; i++) {
+                if (weights[i] <= 0.0f) continue;
                 last = i;
-                sum += probability[i];
+                sum += weights[i];
                 if (sum > draw) return i;
             }
         }
         before += mass[b];
     }
     for (int64_t i = width; i-- > 0;)
-        if (probability[i] > 0.0f) return i;
+        if (weights[i] > 0.0f) return i;
     return last;
+}
+
+// Probabilities of a row of logits, with zeros up to a whole block.
+inline void probability_row(const float* logits, int64_t width, float log_sum, Floats& probability) {
+    const int64_t padded = round_up(width, DRAW_BLOCK);
+    probability.resize(padded);
+    over_vectors(width, [&](int64_t i, int n) {
+        const Vec z = load_upto(logits + i, n);
+        // exp() stops at -87; below, a token has no probability.
+        store_upto(&probability[i], z - log_sum < -87.0f ? Vec{} : exp(z - log_sum), n);
+    });
+    for (int64_t i = width; i < padded; i++) probability[i] = 0.0f;
+}
+
+// Draws from the distribution of one row of logits.
+inline int64_t draw_row(const float* logits, int64_t width, float log_sum, double uniform) {
+    thread_local Floats probability;
+    probability_row(logits, width, log_sum, probability);
+    return draw_weighted(probability.data(), width, uniform);
 }
 
 inline bool is_finite_row(const float* logits, int64_t width) {

@@ -1,0 +1,329 @@
+"""Speculative decoding: the model's MTP layer drafts, the model verifies, rejection sampling keeps its distribution.
+
+::
+
+    newest token --draft--> k tokens --one pass of the model over all k + 1--> those that stay, and one more
+
+A request drafts as many tokens in every round as its budget allows, whatever the others do, and its numbers are a
+function of its seed and the position; so its tokens do not depend on company. What is drafted depends on where rounds
+begin, so a completion that is interrupted goes on with a round of its own, from its newest token.
+
+Source: the algorithm, ``longarc.algos.speculative``; drafts, GLM-5 (arXiv:2602.15763), section 2.1.
+Shape letters: B requests, D drafts, T = D + 1, N rows of all requests, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longarc.algos.speculative import inverse_cdf, verified
+from longarc.engine.decoding import Advance, Decoding
+from longarc.engine.request import Request
+from longarc.engine.sampler import (
+    Stream,
+    is_plain,
+    kept_of,
+    raw_logprobs,
+    sampling_logprobs,
+    sampling_probability,
+    uniforms,
+)
+from longarc.errors import ConfigError
+from longarc.models.cache import PagedCache
+from longarc.models.decoder import GlmMoeDsa
+from longarc.models.decoder_base import Decoder
+from longarc.models.drafting import drafter_of
+from longarc.models.kernels.drafts import DraftingGlmMoeDsa, RoundDraws
+from longarc.models.kernels.steps import Interrupt
+from longarc.models.projection import token_logprobs
+from longarc.models.variants.hybrid import Hybrid
+
+
+def checked_to_draft(model: Decoder, num_speculative_tokens: int) -> GlmMoeDsa:
+    """Return the model if it can draft.
+
+    Raises:
+        ConfigError: it has no MTP layer, or layers that cannot take back what they have seen.
+    """
+    asked = f"engine.num_speculative_tokens={num_speculative_tokens}"
+    if isinstance(model, Hybrid):
+        raise ConfigError(
+            f"{asked}: a {model.config.family} model cannot draft while it samples, because what its layers "
+            f"remember cannot be taken back where a draft is refused; leave it at 0"
+        )
+    if not isinstance(model, GlmMoeDsa) or model.mtp is None:
+        raise ConfigError(
+            f"{asked}: this {model.config.family} model has no MTP layer to draft with "
+            f"(model.num_nextn_predict_layers=0); leave it at 0, or give the model one with an mtp stage"
+        )
+    return model
+
+
+class Speculation(Decoding):
+    """Some tokens of each request in a step."""
+
+    def __init__(
+        self,
+        model: GlmMoeDsa,
+        cache: PagedCache,
+        *,
+        attention: Literal["dense", "sparse"],
+        num_drafts: int,
+    ) -> None:
+        """Draft from the cache of a model.
+
+        Args:
+            model: has an MTP layer.
+            cache: of its ``new_drafting_cache``.
+            attention: how the model was trained to attend.
+            num_drafts: tokens to draft in a round.
+        """
+        super().__init__(model, cache, attention=attention)
+        self.max_step_tokens = num_drafts + 1
+        self._num_drafts = num_drafts
+        self._drafter = drafter_of(model, cache)
+        self.num_drafted = [0] * num_drafts
+        self.num_accepted = [0] * num_drafts
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        super().close()
+        del self._drafter
+
+    def prefill(
+        self,
+        token_ids: Int[Tensor, " new"],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> Float[Tensor, "B hidden"]:
+        """Compute known tokens and what is drafted from; return the state of each sequence's last one."""
+        hidden = self._model.extend(
+            token_ids, slots, starts, counts, self._cache, attention=self._attention
+        )
+        self._drafter.take(token_ids, hidden, slots, starts, counts)
+        return hidden[torch.tensor(counts).cumsum(0) - 1]
+
+    def decode(
+        self, requests: Sequence[Request], *, max_steps: int, interrupt: Interrupt
+    ) -> list[Advance]:
+        """Draft behind each request's last token, verify, and so on, for one round or up to ``max_steps``."""
+        advances: dict[int, Advance] = {}
+        plain = [r for r in requests if self._is_native and is_plain([r.sampling])]
+        others = [r for r in requests if r not in plain]
+        # Each request goes the way of its own sampling, whatever the others ask for.
+        if others:
+            advances |= zip(map(id, others), self._round(others), strict=True)
+        if plain:
+            max_rounds = 1 if others else max_steps
+            found = self._native_rounds(plain, max_rounds, interrupt)
+            advances |= zip(map(id, plain), found, strict=True)
+        return [advances[id(request)] for request in requests]
+
+    @property
+    def _is_native(self) -> bool:
+        return isinstance(self._cache, DraftingGlmMoeDsa)
+
+    def _native_rounds(
+        self, requests: Sequence[Request], max_rounds: int, interrupt: Interrupt
+    ) -> list[Advance]:
+        assert isinstance(self._cache, DraftingGlmMoeDsa)
+        seats = [request.used_seat() for request in requests]
+        samplings = [request.sampling for request in requests]
+        found = self._cache.rounds(
+            torch.tensor([request.last_token for request in requests]),
+            [seat.index for seat in seats],
+            [seat.length for seat in seats],
+            RoundDraws(
+                max_rounds=max_rounds,
+                num_drafts=self._num_drafts,
+                temperatures=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
+                seeds=torch.tensor([request.seed for request in requests]),
+                num_drawn=torch.tensor([request.draw_position for request in requests]),
+                budgets=torch.tensor([request.num_left for request in requests]),
+                due=torch.tensor([request.num_until_handover for request in requests]),
+                stop_ids=[s.stop_ids for s in samplings],
+            ),
+            interrupt,
+            is_sparse=self._attention == "sparse",
+        )
+        self._count(found.num_drafted, found.num_accepted)
+        return [
+            Advance(token_ids=token_ids, logprobs=logprobs, is_finite=is_finite)
+            for token_ids, logprobs, is_finite in zip(
+                found.token_ids, found.logprobs, found.is_finite, strict=True
+            )
+        ]
+
+    def _count(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
+        for depth, (drafted, accepted) in enumerate(zip(num_drafted, num_accepted, strict=True)):
+            self.num_drafted[depth] += drafted
+            self.num_accepted[depth] += accepted
+
+    # One round in torch, for whatever a request asks ----------------------------------------------
+
+    def _round(self, requests: Sequence[Request]) -> list[Advance]:
+        samplings = [request.sampling for request in requests]
+        counts = [min(self._num_drafts, request.num_left - 1) for request in requests]
+        draft_ids_BD, draft_BDV = self._drafts(requests, counts)
+        check = self._verified_rows(requests, draft_ids_BD, counts)
+        num_rows = [count + 1 for count in counts]
+        main_NV = sampling_probability(
+            check.logits, [s for s, n in zip(samplings, num_rows, strict=True) for _ in range(n)]
+        )
+        main_BTV = main_NV.new_zeros(len(requests), max(num_rows), main_NV.shape[1])
+        for row, rows in enumerate(check.rows):
+            main_BTV[row, : num_rows[row]] = main_NV[rows]
+        positions_BD = _positions(requests, draft_ids_BD.shape[1])
+        seeds = [request.seed for request in requests]
+        accepts_BD = torch.from_numpy(uniforms(seeds, positions_BD.T.numpy(), Stream.ACCEPT)).T
+        # The number of the token behind the drafts depends on how many stay, so all are drawn first.
+        draws_BT = torch.from_numpy(
+            uniforms(seeds, _positions(requests, draft_ids_BD.shape[1] + 1).T.numpy())
+        ).T
+        stays_B = verified(
+            main_BTV, draft_BDV, draft_ids_BD, accepts_BD, draws_BT[:, 0].contiguous()
+        ).num_accepted
+        draws_B = draws_BT.gather(1, stays_B[:, None])[:, 0]
+        outcome = verified(main_BTV, draft_BDV, draft_ids_BD, accepts_BD, draws_B)
+        advances = []
+        for row, request in enumerate(requests):
+            count = int(outcome.num_accepted[row])
+            self._count(
+                [int(d < counts[row]) for d in range(self._num_drafts)],
+                [int(d < count) for d in range(self._num_drafts)],
+            )
+            token_ids = [*draft_ids_BD[row, :count].tolist(), int(outcome.next_ids[row])]
+            advances.append(self._advance(request, token_ids, check, row))
+        self._keep(requests, advances, check)
+        return advances
+
+    def _drafts(
+        self, requests: Sequence[Request], counts: Sequence[int]
+    ) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D V"]]:
+        """Draft for each request, and leave the row of its newest token; a draft too many has no probability."""
+        seats = [request.used_seat() for request in requests]
+        chain = self._drafter.chain(
+            [seat.index for seat in seats],
+            [seat.length for seat in seats],
+            is_sparse=self._attention == "sparse",
+        )
+        samplings = [request.sampling for request in requests]
+        seeds = [request.seed for request in requests]
+        tokens_B = torch.tensor([request.last_token for request in requests])
+        logits_BV = chain.read(tokens_B)
+        ids, probabilities = [], []
+        for depth in range(max(counts)):
+            if depth:
+                logits_BV = chain.read(tokens_B)
+            is_drafted_B1 = (torch.tensor(counts) > depth)[:, None]
+            probability_BV = sampling_probability(logits_BV, samplings) * is_drafted_B1
+            draws_B = uniforms(
+                seeds, [request.draw_position + depth for request in requests], Stream.DRAFT
+            )
+            tokens_B = inverse_cdf(probability_BV, torch.from_numpy(draws_B))
+            ids.append(tokens_B)
+            probabilities.append(probability_BV)
+        if not ids:
+            return torch.zeros(len(requests), 0, dtype=torch.long), logits_BV[:, None][:, :0]
+        return torch.stack(ids, dim=1), torch.stack(probabilities, dim=1)
+
+    def _verified_rows(
+        self, requests: Sequence[Request], draft_ids_BD: Tensor, counts: Sequence[int]
+    ) -> "_Check":
+        seats = [request.used_seat() for request in requests]
+        tokens: list[Tensor] = []
+        rows: list[slice] = []
+        for row, request in enumerate(requests):
+            start = rows[-1].stop if rows else 0
+            rows.append(slice(start, start + counts[row] + 1))
+            tokens += [torch.tensor([request.last_token]), draft_ids_BD[row, : counts[row]]]
+        tokens_N = torch.cat(tokens)
+        hidden_NH = self._model.extend(
+            tokens_N,
+            [seat.index for seat in seats],
+            [seat.length for seat in seats],
+            [count + 1 for count in counts],
+            self._cache,
+            attention=self._attention,
+        )
+        logits_NV = self._model.logits(hidden_NH, self._cache)
+        return _Check(tokens_N, hidden_NH, logits_NV, rows)
+
+    def _advance(
+        self, request: Request, token_ids: list[int], check: "_Check", row: int
+    ) -> Advance:
+        """Say what is to be known of the tokens; they end with the first whose logits are not finite."""
+        rows, sampling = check.rows[row], request.sampling
+        logits_TV = check.logits[rows][: len(token_ids)]
+        is_finite_T = torch.isfinite(logits_TV).all(dim=-1)
+        if not bool(is_finite_T.all()):
+            num_sound = int(is_finite_T.long().argmin())
+            token_ids, logits_TV = token_ids[: num_sound + 1], logits_TV[: num_sound + 1]
+            logits_TV = torch.where(is_finite_T[: num_sound + 1, None], logits_TV, 0.0)
+        ids_T = torch.tensor(token_ids)
+        samplings = [sampling] * len(token_ids)
+        if sampling.temperature == 0:
+            logprobs, kept = torch.zeros(len(ids_T)), []
+        elif sampling.is_truncated:
+            logprobs_TV = sampling_logprobs(logits_TV, samplings)
+            logprobs = logprobs_TV.gather(1, ids_T[:, None])[:, 0]
+            kept = [kept_of(own, sampling) for own in logprobs_TV]
+        else:
+            # By the trainer's own function, so that they are the trainer's bits.
+            logprobs, _ = token_logprobs(
+                check.hidden[rows][: len(token_ids)],
+                self._model.output_weight,
+                ids_T,
+                temperature=sampling.temperature,
+            )
+            kept = []
+        return Advance(
+            token_ids=token_ids,
+            logprobs=logprobs.tolist(),
+            is_finite=bool(is_finite_T.all()),
+            kept_ids=kept,
+            raw_logprobs=raw_logprobs(logits_TV, samplings, ids_T).tolist(),
+        )
+
+    def _keep(
+        self, requests: Sequence[Request], advances: Sequence[Advance], check: "_Check"
+    ) -> None:
+        """Take in the newest token and the drafts that stay."""
+        seats = [request.used_seat() for request in requests]
+        counts = [len(advance.token_ids) for advance in advances]
+        kept_N = torch.cat(
+            [
+                torch.arange(rows.start, rows.start + n)
+                for rows, n in zip(check.rows, counts, strict=True)
+            ]
+        )
+        self._drafter.take(
+            check.token_ids[kept_N],
+            check.hidden[kept_N],
+            [seat.index for seat in seats],
+            [seat.length for seat in seats],
+            counts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """What the main model says of all drafts."""
+
+    token_ids: Int[Tensor, " N"]
+    """Of each request its newest token and its drafts."""
+    hidden: Float[Tensor, "N hidden"]
+    logits: Float[Tensor, "N V"]
+    rows: list[slice]
+    """Of each request."""
+
+
+def _positions(requests: Sequence[Request], num: int) -> Int[Tensor, "B D"]:
+    """Return the positions of each request's next draws."""
+    first_B = torch.tensor([request.draw_position for request in requests])
+    return first_B[:, None] + torch.arange(num)
