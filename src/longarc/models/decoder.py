@@ -171,12 +171,17 @@ class GlmMoeDsa(Decoder):
         shape = CacheShape(
             num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
         )
-        weight = self.output_weight
-        if native_for(*self.parameters()) and backend_for(weight) == "cpu":
+        return self._drafting_cache_of(shape)
+
+    def _drafting_cache_of(self, shape: CacheShape) -> PagedCache:
+        if native_for(*self.parameters()) and backend_for(self.output_weight) == "cpu":
             return DraftingGlmMoeDsa(
                 self._weights(), self._angles(shape.max_length), self.config, shape
             )
-        behind = self.config.num_hidden_layers
+        return self._drafting_rows(shape)
+
+    def _drafting_rows(self, shape: CacheShape) -> PagedCache:
+        behind, weight = self.config.num_hidden_layers, self.output_weight
         return PagedCache(
             {**self.cache_widths(), "states": self.config.hidden_size},
             shape,

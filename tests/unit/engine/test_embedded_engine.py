@@ -243,7 +243,7 @@ async def test_closing_gives_the_memory_of_the_cache_back_at_once():
     gc.disable()  # it is not to be waited for
     try:
         async with engine:
-            cache = weakref.ref(engine._cache)
+            cache = weakref.ref(engine._decoding._cache)
             async for _ in engine.stream([1, 2, 3], Sampling(max_new_tokens=4), session_id="s"):
                 pass
         assert cache() is None

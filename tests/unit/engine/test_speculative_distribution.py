@@ -24,7 +24,7 @@ PROMPT = [5, 9, 2, 33]
 
 
 def drafter():
-    return apt_drafter(vocab_size=48, boldness=0.6)
+    return apt_drafter(vocab_size=48, boldness=0.4)
 
 
 async def rounds_of(num_requests, **sampling):
@@ -79,7 +79,7 @@ def p_value_of_uniform(numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_requests", "sampling"),
-    [(500, {}), (100, {"temperature": 0.7, "top_p": 0.95}), (100, {"temperature": 1.3})],
+    [(500, {}), (100, {"temperature": 1.3, "top_p": 0.95}), (100, {"temperature": 1.3})],
     ids=["plain", "truncated", "hot"],
 )
 async def test_tokens_are_distributed_as_without_drafts_at_every_depth(num_requests, sampling):
@@ -89,15 +89,16 @@ async def test_tokens_are_distributed_as_without_drafts_at_every_depth(num_reque
     assert p_value_of_uniform(numbers) > 1e-3
     for depth in range(NUM_DRAFTS + 1):
         at_depth = numbers[depths == depth]
-        assert len(at_depth) > num_requests * 5
+        assert len(at_depth) > num_requests * 3
         assert p_value_of_uniform(at_depth) > 1e-3
     # How often each id came: sums of independent draws, given what came before each.
     is_likely = expected > 20
     z = (counts - expected)[is_likely] / variance[is_likely].sqrt()
     assert float(z.abs().max()) < 4.5
-    # Both outcomes were common, so a wrong one would have shown.
-    for drafted, accepted in zip(health.num_drafted, health.num_accepted, strict=True):
-        assert 0.2 < accepted / drafted < 0.95
+    # Both outcomes were common at every depth, so a wrong one would have shown.
+    reached = [health.num_drafted[0], *health.num_accepted[:-1]]
+    for stayed, looked_at in zip(health.num_accepted, reached, strict=True):
+        assert 0.2 < stayed / looked_at < 0.9
 
 
 def test_the_test_would_notice_if_drafts_stayed_that_have_to_go():

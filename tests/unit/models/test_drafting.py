@@ -7,7 +7,6 @@ from longarc.config.model import AttentionPattern
 from longarc.errors import ContractError
 from longarc.models.build import build_model
 from longarc.models.conversion import to_hybrid
-from longarc.models.decoder import GlmMoeDsa
 from longarc.models.drafting import EagerDrafter, drafter_of
 from longarc.models.kernels.drafts import DraftingGlmMoeDsa
 from longarc.models.kernels.native import native
@@ -41,8 +40,7 @@ def text_drafts(model, ids, attention="sparse"):
 
 
 def new_cache(model, **sizes):
-    # A hybrid drafts from such a cache too, though its own layers cannot use it.
-    return GlmMoeDsa.new_drafting_cache(model, **{"num_slots": 2, "max_length": 64, **sizes})
+    return model.new_drafting_cache(**{"num_slots": 2, "max_length": 64, **sizes})
 
 
 def read_all(chain, ids):
@@ -88,18 +86,14 @@ def check_drafts_are_those_of_training(model, attention, ids):
 
 @needs_native
 def test_the_native_kernels_draft_what_torch_drafts(make_ids):
-    model, ids = drafting_model(), make_ids(40)
-    cache = new_cache(model)
-    assert isinstance(drafter_of(model, cache), DraftingGlmMoeDsa)
-    hidden, _ = text_drafts(model, ids)
-    logits = []
-    for drafter in (cache, EagerDrafter(model, new_cache(model.double()))):
-        dtype = torch.float32 if drafter is cache else torch.float64
+    ids, logits = make_ids(40), []
+    hidden, _ = text_drafts(drafting_model(), ids)
+    for dtype, kind in ((torch.float32, DraftingGlmMoeDsa), (torch.float64, EagerDrafter)):
+        model = drafting_model(dtype)
+        drafter = drafter_of(model, new_cache(model))
+        assert isinstance(drafter, kind)
         drafter.take(ids[:30], hidden[:30].to(dtype), [0], [0], [30])
         logits.append(read_all(drafter.chain([0], [30], is_sparse=True), ids[30:36]).double())
-        model.float()
-        if drafter is cache:
-            model.double()
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-4)
 
 

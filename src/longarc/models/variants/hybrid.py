@@ -111,6 +111,10 @@ class GlmHybrid(Hybrid, GlmMoeDsa):
         """Return the width of latent rows."""
         return {"latent": self.config.kv_lora_rank + self.config.qk_rope_head_dim}
 
+    def _drafting_cache_of(self, shape: CacheShape) -> PagedCache:
+        # Of the MTP layer's rows alone: `extend` refuses it, as the layers' memories are not in it.
+        return self._drafting_rows(shape)
+
 
 class LlamaHybrid(Hybrid, Llama):
     """A Llama-type decoder with a pattern of attention."""
