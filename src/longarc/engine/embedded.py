@@ -486,4 +486,10 @@ def _cache_and_decoding(
         return cache, Decoding(model, cache, attention=attention)
     glm = checked_to_draft(model, num_drafts)
     cache = glm.new_drafting_cache(num_slots, max_context_tokens, **sizes)
-    return cache, Speculation(glm, cache, attention=attention, num_drafts=num_drafts)
+    return cache, Speculation(
+        glm,
+        cache,
+        attention=attention,
+        num_drafts=num_drafts,
+        least_probability=config.min_draft_probability,
+    )

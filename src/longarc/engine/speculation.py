@@ -4,9 +4,10 @@
 
     newest token --draft--> k tokens --one pass of the model over all k + 1--> those that stay, and one more
 
-A request drafts as many tokens in every round as its budget allows, whatever the others do, and its numbers are a
-function of its seed and the position; so its tokens do not depend on company. What is drafted depends on where rounds
-begin, so a completion that is interrupted goes on with a round of its own, from its newest token.
+How many tokens a request drafts in a round depends on its budget and on what it drafts, and its numbers are a function of
+its seed and the position; so its tokens do not depend on company. Whether another one is drafted is decided before it is
+drawn, so that a chain that ends early changes no distribution. What is drafted depends on where rounds begin, so a
+completion that is interrupted goes on with a round of its own, from its newest token.
 
 Source: the algorithm, ``longarc.algos.speculative``; drafts, GLM-5 (arXiv:2602.15763), section 2.1.
 Shape letters: B requests, D drafts, T = D + 1, N rows of all requests, V vocabulary.
@@ -41,6 +42,7 @@ from longarc.models.kernels.drafts import DraftingGlmMoeDsa, RoundDraws
 from longarc.models.kernels.steps import Interrupt
 from longarc.models.projection import token_logprobs
 from longarc.models.variants.hybrid import Hybrid
+from longarc.records.sampling import Sampling
 
 
 def checked_to_draft(model: Decoder, num_speculative_tokens: int) -> GlmMoeDsa:
@@ -73,6 +75,7 @@ class Speculation(Decoding):
         *,
         attention: Literal["dense", "sparse"],
         num_drafts: int,
+        least_probability: float,
     ) -> None:
         """Draft from the cache of a model.
 
@@ -80,11 +83,13 @@ class Speculation(Decoding):
             model: has an MTP layer.
             cache: of its ``new_drafting_cache``.
             attention: how the model was trained to attend.
-            num_drafts: tokens to draft in a round.
+            num_drafts: most tokens to draft in a round.
+            least_probability: a chain ends behind a draft to which the MTP layer gave less.
         """
         super().__init__(model, cache, attention=attention)
         self.max_step_tokens = num_drafts + 1
         self._num_drafts = num_drafts
+        self._least = least_probability
         self._drafter = drafter_of(model, cache)
         self.num_drafted = [0] * num_drafts
         self.num_accepted = [0] * num_drafts
@@ -141,6 +146,7 @@ class Speculation(Decoding):
             RoundDraws(
                 max_rounds=max_rounds,
                 num_drafts=self._num_drafts,
+                least_probability=self._least,
                 temperatures=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
                 seeds=torch.tensor([request.seed for request in requests]),
                 num_drawn=torch.tensor([request.draw_position for request in requests]),
@@ -168,8 +174,7 @@ class Speculation(Decoding):
 
     def _round(self, requests: Sequence[Request]) -> list[Advance]:
         samplings = [request.sampling for request in requests]
-        counts = [min(self._num_drafts, request.num_left - 1) for request in requests]
-        draft_ids_BD, draft_BDV = self._drafts(requests, counts)
+        draft_ids_BD, draft_BDV, counts = self._drafts(requests)
         check = self._verified_rows(requests, draft_ids_BD, counts)
         num_rows = [count + 1 for count in counts]
         main_NV = sampling_probability(
@@ -203,9 +208,13 @@ class Speculation(Decoding):
         return advances
 
     def _drafts(
-        self, requests: Sequence[Request], counts: Sequence[int]
-    ) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D V"]]:
-        """Draft for each request, and leave the row of its newest token; a draft too many has no probability."""
+        self, requests: Sequence[Request]
+    ) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D V"], list[int]]:
+        """Draft for each request, and leave the row of its newest token.
+
+        Returns:
+            drafts, what each was drawn from, and how many each request has; beyond these there is no probability.
+        """
         seats = [request.used_seat() for request in requests]
         chain = self._drafter.chain(
             [seat.index for seat in seats],
@@ -216,11 +225,15 @@ class Speculation(Decoding):
         seeds = [request.seed for request in requests]
         tokens_B = torch.tensor([request.last_token for request in requests])
         logits_BV = chain.read(tokens_B)
-        ids, probabilities = [], []
-        for depth in range(max(counts)):
+        most = [min(self._num_drafts, request.num_left - 1) for request in requests]
+        counts = [0] * len(requests)
+        ids: list[Tensor] = []
+        probabilities: list[Tensor] = []
+        while any(count < limit for count, limit in zip(counts, most, strict=True)):
+            depth = len(ids)
             if depth:
                 logits_BV = chain.read(tokens_B)
-            is_drafted_B1 = (torch.tensor(counts) > depth)[:, None]
+            is_drafted_B1 = (torch.tensor(most) > depth)[:, None]
             probability_BV = sampling_probability(logits_BV, samplings) * is_drafted_B1
             draws_B = uniforms(
                 seeds, [request.draw_position + depth for request in requests], Stream.DRAFT
@@ -228,9 +241,36 @@ class Speculation(Decoding):
             tokens_B = inverse_cdf(probability_BV, torch.from_numpy(draws_B))
             ids.append(tokens_B)
             probabilities.append(probability_BV)
+            sure_B = self._sureness(logits_BV, probability_BV, samplings, tokens_B)
+            for row, token_id in enumerate(tokens_B.tolist()):
+                if most[row] <= depth:
+                    continue
+                has_draft = bool(probability_BV[row].any())
+                counts[row] += has_draft
+                is_last = token_id in samplings[row].stop_ids or sure_B[row] < self._least
+                if is_last or not has_draft:
+                    most[row] = counts[row]
         if not ids:
-            return torch.zeros(len(requests), 0, dtype=torch.long), logits_BV[:, None][:, :0]
-        return torch.stack(ids, dim=1), torch.stack(probabilities, dim=1)
+            return (
+                torch.zeros(len(requests), 0, dtype=torch.long),
+                logits_BV[:, None][:, :0],
+                counts,
+            )
+        return torch.stack(ids, dim=1), torch.stack(probabilities, dim=1), counts
+
+    def _sureness(
+        self,
+        logits_BV: Tensor,
+        probability_BV: Tensor,
+        samplings: Sequence[Sampling],
+        tokens_B: Tensor,
+    ) -> list[float]:
+        """Return what the MTP layer gives each draft; greedy ones are as sure as the layer is at temperature 1."""
+        greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
+        if greedy:
+            probability_BV = probability_BV.clone()
+            probability_BV[greedy] = torch.softmax(logits_BV[greedy].float(), dim=-1)
+        return probability_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
 
     def _verified_rows(
         self, requests: Sequence[Request], draft_ids_BD: Tensor, counts: Sequence[int]

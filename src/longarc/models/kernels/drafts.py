@@ -29,6 +29,8 @@ class RoundDraws:
     max_rounds: int
     num_drafts: int
     """Tokens to draft in a round, where the budget allows it."""
+    least_probability: float
+    """A chain ends behind a draft to which the MTP layer gave less."""
     temperatures: Float[Tensor, " B"]
     """0 takes the most likely token."""
     seeds: Int[Tensor, " B"]
@@ -237,6 +239,7 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
         rounds = structs.Rounds(
             max_rounds=draws.max_rounds,
             num_drafts=draws.num_drafts,
+            least_probability=draws.least_probability,
             vocab=vocab,
             interrupt=interrupt.address,
             **structs.addresses(

@@ -6,7 +6,8 @@ from typing import ClassVar, TypeAlias
 from torch import Tensor
 
 _CField: TypeAlias = tuple[
-    str, type[ctypes.Structure | ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]
+    str,
+    type[ctypes.Structure | ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_double],
 ]
 
 
@@ -117,6 +118,7 @@ class Rounds(ctypes.Structure):
 
     _fields_: ClassVar[list[_CField]] = [
         *_integers("max_rounds num_drafts vocab"),
+        ("least_probability", ctypes.c_double),
         *_pointers("output temperatures seeds num_drawn budgets due stop_ids stop_ends interrupt"),
         *_pointers("tokens logprobs counts is_finite drafted accepted"),
     ]

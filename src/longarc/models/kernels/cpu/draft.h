@@ -1,10 +1,10 @@
 // Drafts of the MTP layer for sequences that are being decoded: the arithmetic of models/mtp.py, over the cache.
 //
-//   position        0     1    ...    n-1        n              cache: tokens 0 .. n-1 of a sequence; token n has been drawn
+//   position        0     1    ...    n-1        n         tokens 0 .. n-1 are in the cache, and token n has been drawn
 //   main state      h_0   h_1  ...    h_(n-1)                   `states`
 //   row of depth 1        r_1  ...    r_(n-1)    r_n            of token p and h_(p-1): it lies where its token does
 //
-// Depth 1 reads token n, leaves r_n and drafts token n + 1. A later depth reads what was drafted and asks the same rows.
+// Depth 1 reads token n, leaves r_n and drafts token n + 1. A later depth reads that one and asks the same rows.
 #pragma once
 
 #include "decode.h"
@@ -17,6 +17,54 @@ struct Draft {
     float* states;  // of the main model after its final norm, [page][position][hidden]
     int64_t feeds_normed, advances;
 };
+
+// As tile, over several panels at once: with few rows a single one has too few sums to keep the multipliers busy. Each
+// sum is the same chain of multiply-adds.
+template <int ROWS, int PANELS>
+inline void wide_tile(const float* x, int64_t x_stride, const float* panels, int64_t num_in, float* y,
+                      int64_t y_stride) {
+    constexpr int VECS = PANEL / LANES;
+    Vec sums[ROWS][PANELS][VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) sums[r][p][v] = Vec{};
+    for (int64_t k = 0; k < num_in; k++) {
+        Vec a[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) a[r] = splat(x[r * x_stride + k]);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) {
+                const Vec w = load(panels + (p * num_in + k) * PANEL + v * LANES);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) sums[r][p][v] = multiply_add(a[r], w, sums[r][p][v]);
+            }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) store(y + r * y_stride + p * PANEL + v * LANES, sums[r][p][v]);
+}
+
+// y = x w^T for packed w; as gemm, and the same numbers, but fast for three rows and fewer.
+inline void few_rows_gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, int64_t x_stride,
+                          const float* packed, float* y, int64_t y_stride) {
+    int64_t column = 0;
+    const auto wide = [&](auto tile, int64_t columns) {
+        for (; column + columns <= num_out; column += columns)
+            tile(x, x_stride, packed + column * num_in, num_in, y + column, y_stride);
+    };
+    if (num_rows == 1) wide(wide_tile<1, 4>, 4 * PANEL);
+    if (num_rows == 2) wide(wide_tile<2, 2>, 2 * PANEL);
+    if (num_rows == 3) wide(wide_tile<3, 2>, 2 * PANEL);
+    gemm(num_rows, num_out - column, num_in, x, x_stride, packed + column * num_in, y + column, y_stride);
+}
 
 inline float* state_of(const Draft& draft, const Rows& rows, int64_t slot, int64_t position, int64_t hidden) {
     const int64_t page = rows.pages[slot * rows.slot_pages + (position >> rows.page_shift)];
@@ -39,7 +87,7 @@ inline void draft_input(const MlaShape& shape, const MlaLayer& layer, const Draf
             rms_norm_row(rows.embedding + rows.tokens[first + r] * hidden, draft.token_norm, to, hidden, shape.eps);
         rms_norm_row(before(r), draft.state_norm, to + hidden, hidden, shape.eps);
     }
-    gemm(num, hidden, 2 * hidden, joined, 2 * hidden, draft.joint, x, hidden);
+    few_rows_gemm(num, hidden, 2 * hidden, joined, 2 * hidden, draft.joint, x, hidden);
     rms_norm_rows(x, layer.input_norm, normed, num, hidden, shape.eps);
 }
 
@@ -60,8 +108,8 @@ inline void draft_keys(const MlaShape& shape, const MlaLayer& layer, const Draft
     mla_keys(shape, layer, turned_as_states(shape, rows), first, num, s);
 }
 
-// Finds the rows of depth 1 that a draft attends to: all up to position n, or those that `selected` holds, which depth 1
-// gets. As mla_see, but there is nothing at position 0.
+// Finds the rows of depth 1 that a draft attends to: all up to position n, or those that `selected` holds, which
+// depth 1 gets. As mla_see, but there is nothing at position 0.
 inline void draft_see(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t row,
                       const float* index_query, const float* index_weights, int32_t* selected, SeenKeys& seen,
                       Floats& scores) {
@@ -113,7 +161,7 @@ inline void draft_depth(const MlaShape& shape, const MlaLayer& layer, const Draf
         draft_input(shape, layer, draft, rows, first, num, false, [&](int64_t r) { return fed + r * hidden; }, s);
         float* input = s.projected.floats(num * shape.q_rank);
         float* q_latent = s.q_latent.floats(num * shape.q_rank);
-        gemm(num, shape.q_rank, hidden, s.normed.floats(0), hidden, layer.input, input, shape.q_rank);
+        few_rows_gemm(num, shape.q_rank, hidden, s.normed.floats(0), hidden, layer.input, input, shape.q_rank);
         rms_norm_rows(input, layer.q_norm, q_latent, num, shape.q_rank, shape.latent_eps);
         asking.index_keys = nullptr;
         turned = rows;

@@ -9,6 +9,8 @@
 // Rows behind the last token that stays are left in the cache and overwritten by what follows it.
 #pragma once
 
+#include <numeric>
+
 #include "draft.h"
 #include "steps.h"
 
@@ -31,6 +33,7 @@ inline double uniform_of(int64_t seed, int64_t position, Stream stream) {
 
 struct Rounds {
     int64_t max_rounds, num_drafts, vocab;
+    double least_probability;                   // a chain ends behind a draft that had less
     const float *output, *temperatures;         // packed output projection; [row]
     const int64_t *seeds, *num_drawn;           // [row]: the seed and how many of its draws were made
     const int64_t *budgets, *due;               // [row] tokens that may be drawn, and after which the call ends
@@ -64,58 +67,97 @@ struct Drafts {
     float* row(int64_t r, int64_t depth) { return weights.data() + (r * depths + depth - 1) * stride; }
 };
 
-// Logits become weights in place, and one is drawn. Returns false where there is nothing to draw from.
-inline bool draw_draft(float* logits, int64_t vocab, int64_t stride, float temperature, double uniform,
-                       int64_t* token, double* total) {
-    if (!is_finite_row(logits, vocab)) return false;
-    if (temperature == 0.0f) {
-        *token = std::max_element(logits, logits + vocab) - logits;
-        return true;
-    }
+// Logits become weights in place, and one is drawn. Returns its probability, 0 where there is nothing to draw from.
+inline double draw_draft(float* logits, int64_t vocab, int64_t stride, float temperature, double uniform,
+                         int64_t* token, double* total) {
+    if (!is_finite_row(logits, vocab)) return 0.0;
+    if (temperature == 0.0f) *token = std::max_element(logits, logits + vocab) - logits;
     Vec highest = splat(-INFINITY);
     for (int64_t i = vocab; i < stride; i++) logits[i] = -INFINITY;
     for (int64_t i = 0; i < stride; i += LANES) highest = max(highest, load(logits + i));
-    const Vec most = splat(max_lanes(highest)), factor = splat(1.0f / temperature);
+    // Greedily nothing is drawn, but how sure the layer is tells how far to go.
+    const Vec most = splat(max_lanes(highest)), factor = splat(temperature == 0.0f ? 1.0f : 1.0f / temperature);
     for (int64_t i = 0; i < stride; i += LANES) {
         const Vec z = (load(logits + i) - most) * factor;
         store(logits + i, z < -87.0f ? Vec{} : exp(z));
     }
-    *token = draw_weighted(logits, vocab, uniform, total);
-    return true;
+    const int64_t drawn = draw_weighted(logits, vocab, uniform, total);
+    if (temperature != 0.0f) *token = drawn;
+    return logits[*token] / *total;
 }
 
-// All drafts of rows [first, first + num); `rows` holds their newest tokens.
-inline void draft_block(const MlaShape& shape, const MlaLayer& layer, const Draft& draft, const Rows& rows,
-                        const Rounds& rounds, Chain* chains, const std::vector<int64_t>& num_drawn, Depth depth,
-                        int64_t first, int64_t num, Drafts& drafts, ChunkScratch& s) {
-    std::vector<int64_t> tokens(rows.tokens, rows.tokens + rows.num), turned(rows.num);
-    Rows reading = rows;
-    reading.tokens = tokens.data();
-    depth.turned = turned.data();
-    int64_t most = 0;
-    for (int64_t r = first; r < first + num; r++) most = std::max(most, chains[r].num_drafts);
-    // Depth 1 is computed in any case: it leaves the newest tokens' rows.
-    for (depth.depth = 1; depth.depth <= std::max<int64_t>(most, 1); depth.depth++) {
-        const int64_t d = depth.depth;
-        for (int64_t r = first; r < first + num; r++) {
-            // Where nothing more is drafted the number is not used, but its angles have to exist.
-            const int64_t own = std::min(d, std::max<int64_t>(chains[r].num_drafts, 1));
-            turned[r] = rows.positions[r] - 1 + draft.advances * (own - 1);
+inline bool is_stop(const Rounds& rounds, int64_t r, int64_t token) {
+    const int64_t begin = r ? rounds.stop_ends[r - 1] : 0;
+    for (int64_t i = begin; i < rounds.stop_ends[r]; i++)
+        if (rounds.stop_ids[i] == token) return true;
+    return false;
+}
+
+// The rows of a block that still draft, one behind another.
+struct Drafting {
+    std::vector<int64_t> rows, tokens, slots, positions, turned;
+    std::vector<int32_t> selected;
+    Floats fed, hidden, logits;
+
+    // Keeps what `stays` says of each, in order.
+    void keep(const std::vector<char>& stays, int64_t width, int64_t room) {
+        int64_t to = 0;
+        for (int64_t i = 0; i < int64_t(rows.size()); i++) {
+            if (!stays[i]) continue;
+            rows[to] = rows[i], tokens[to] = tokens[i], slots[to] = slots[i], positions[to] = positions[i];
+            std::memmove(&fed[to * width], &fed[i * width], sizeof(float) * width);
+            std::memmove(&selected[to * room], &selected[i * room], sizeof(int32_t) * room);
+            to++;
         }
-        draft_depth(shape, layer, draft, reading, first, num, depth, s);
-        if (most == 0) return;
-        gemm(num, rounds.vocab, shape.hidden, depth.hidden + first * shape.hidden, shape.hidden, rounds.output,
-             drafts.row(first, d), drafts.depths * drafts.stride);
-        for (int64_t r = first; r < first + num; r++) {
-            if (chains[r].num_drafts < d) continue;
+        rows.resize(to), tokens.resize(to), slots.resize(to), positions.resize(to);
+    }
+};
+
+// All drafts of rows [first, first + num) of `newest`, which holds the newest tokens.
+inline void draft_block(const MlaShape& shape, const MlaLayer& layer, const Draft& draft, const Rows& newest,
+                        const Rounds& rounds, Chain* chains, const std::vector<int64_t>& num_drawn, int64_t first,
+                        int64_t num, Drafts& drafts, ChunkScratch& s) {
+    thread_local Drafting own;
+    Drafting& now = own;
+    const int64_t room = selected_room(shape, newest);
+    now.rows.resize(num), now.turned.resize(num), now.selected.resize(num * room);
+    now.fed.resize(num * shape.hidden), now.hidden.resize(num * shape.hidden), now.logits.resize(num * drafts.stride);
+    std::iota(now.rows.begin(), now.rows.end(), first);
+    now.tokens.assign(newest.tokens + first, newest.tokens + first + num);
+    now.slots.assign(newest.slots + first, newest.slots + first + num);
+    now.positions.assign(newest.positions + first, newest.positions + first + num);
+    std::vector<char> stays(num);
+    // Depth 1 is computed in any case: it leaves the newest tokens' rows.
+    for (int64_t d = 1; !now.rows.empty(); d++) {
+        const int64_t count = int64_t(now.rows.size());
+        for (int64_t i = 0; i < count; i++) now.turned[i] = now.positions[i] - 1 + draft.advances * (d - 1);
+        Rows rows = newest;
+        rows.tokens = now.tokens.data(), rows.slots = now.slots.data(), rows.positions = now.positions.data();
+        rows.num = count;
+        draft_depth(shape, layer, draft, rows, 0, count,
+                    {d, now.turned.data(), now.fed.data(), now.hidden.data(), now.selected.data()}, s);
+        if (rounds.num_drafts > 0)
+            few_rows_gemm(count, rounds.vocab, shape.hidden, now.hidden.data(), shape.hidden, rounds.output,
+                          now.logits.data(), drafts.stride);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t r = now.rows[i], most = chains[r].num_drafts;
+            stays[i] = false;
+            if (most < d) continue;
+            float* weights = drafts.row(r, d);
+            std::memcpy(weights, &now.logits[i * drafts.stride], sizeof(float) * rounds.vocab);
             const int64_t at = r * drafts.depths + d - 1;
             const double uniform = uniform_of(rounds.seeds[r], num_drawn[r] + d - 1, Stream::DRAFT);
-            if (draw_draft(drafts.row(r, d), rounds.vocab, drafts.stride, rounds.temperatures[r], uniform,
-                           &drafts.tokens[at], &drafts.totals[at]))
-                tokens[r] = drafts.tokens[at];
-            else
+            const double probability = draw_draft(weights, rounds.vocab, drafts.stride, rounds.temperatures[r],
+                                                  uniform, &drafts.tokens[at], &drafts.totals[at]);
+            now.tokens[i] = drafts.tokens[at];
+            if (probability == 0.0)
                 chains[r].num_drafts = d - 1;
+            else if (probability < rounds.least_probability || is_stop(rounds, r, drafts.tokens[at]))
+                chains[r].num_drafts = d;
+            else
+                stays[i] = d < most;
         }
+        now.keep(stays, shape.hidden, room);
     }
 }
 
@@ -154,13 +196,6 @@ inline bool verify_row(const Rounds& rounds, int64_t r, const Chain& chain, int6
                                : draw_residual(logits, rounds.vocab, sum.value, weights, drafts.totals[at], uniform);
     *drawn = {next, logits[next] - sum.value, true};
     return stays;
-}
-
-inline bool is_stop(const Rounds& rounds, int64_t r, int64_t token) {
-    const int64_t begin = r ? rounds.stop_ends[r - 1] : 0;
-    for (int64_t i = begin; i < rounds.stop_ends[r]; i++)
-        if (rounds.stop_ids[i] == token) return true;
-    return false;
 }
 
 // Verifies the chain of row `r`, whose logits are [num_drafts + 1][vocab]. Returns how many drafts stayed.
@@ -252,12 +287,10 @@ inline void verify_chains(const MlaShape& shape, const Rounds& rounds, const Row
 // Makes rounds until one in which a row came to its end or a piece of it is due, or someone else wants a turn.
 inline void run_rounds(const MlaShape& shape, const MlaLayer* layers, const Rows& start, const Draft& draft,
                        const Rounds& rounds, int64_t num_threads) {
-    const int64_t num_rows = start.num, room = selected_room(shape, start);
+    const int64_t num_rows = start.num;
     const MlaLayer& layer = layers[shape.num_layers];
     std::vector<int64_t> tokens(num_rows), positions(num_rows), num_drawn(num_rows), num_accepted(num_rows);
     std::vector<Chain> chains(num_rows);
-    std::vector<int32_t> selected(num_rows * room);
-    Floats fed(num_rows * shape.hidden), hidden(num_rows * shape.hidden);
     Drafts drafts(num_rows, rounds.num_drafts, rounds.vocab);
     Verification verification;
     Rows newest = start;
@@ -273,8 +306,7 @@ inline void run_rounds(const MlaShape& shape, const MlaLayer* layers, const Rows
             chains[r].num_drafts = std::min(rounds.num_drafts, rounds.budgets[r] - rounds.counts[r] - 1);
         }
         for_blocks(num_rows, num_threads, [&](int64_t first, int64_t num, ChunkScratch& s) {
-            draft_block(shape, layer, draft, newest, rounds, chains.data(), num_drawn,
-                        {1, nullptr, fed.data(), hidden.data(), selected.data()}, first, num, drafts, s);
+            draft_block(shape, layer, draft, newest, rounds, chains.data(), num_drawn, first, num, drafts, s);
         });
         verification.fill(newest, chains.data(), drafts, shape.hidden);
         const Rows all = verification.rows(start);
