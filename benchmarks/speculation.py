@@ -1,7 +1,8 @@
 """Speculative decoding in the engine: how long chains of drafts really are, and what they gain in time.
 
 The second part of ``drafts.py``. Tasks of the run's own families that nobody has seen are answered at temperature 1, with
-the chat format's stop ids. The gain is the whole engine's, prefill and all, with drafts and without, in turns.
+the chat format's stop ids. The gain is the whole engine's with drafts and without, in turns; the prompts are in its cache
+by then, as those of a group or a later turn are, because drafts gain nothing in a prefill.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ NUM_DRAFTS = 4
 LEAST_LENGTH = 2.2
 """Tokens of a chain of that many drafts."""
 LEAST_GAIN = 1.3
-MAX_NEW, MAX_CONTEXT = 64, 4096
+MAX_NEW, MAX_CONTEXT, CACHE = 64, 4096, 131_072
 BATCHES = (1, 2, 4)
 DEEP = 12
 """Layers of the variant whose gain has a bar."""
@@ -52,29 +53,43 @@ def tasks_of(documents: Sequence[Document], stop_ids: tuple[int, ...]) -> Tasks:
 
 
 async def answers(
-    model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, num_drafts: int, batch: int
+    model: GlmMoeDsa,
+    attention: Attention,
+    tasks: Tasks,
+    *,
+    num_drafts: int,
+    batch: int,
+    ends_early: bool = True,
 ) -> tuple[EngineHealth, float]:
-    """Answer every task, ``batch`` at a time; return what the engine says then, and the seconds it took."""
+    """Answer every task, ``batch`` at a time; return what the engine says then, and the seconds without prefill.
+
+    Chains end early as by default, or not at all.
+    """
+    settings = {} if ends_early else {"min_draft_probability": 0.0}
     config = EngineConfig(
-        cache_tokens=4 * MAX_CONTEXT * max(1, batch // 4),
+        cache_tokens=CACHE,
         max_running=batch,
         num_speculative_tokens=num_drafts,
+        **settings,
     )
     async with EmbeddedEngine(
         model, config, max_context_tokens=MAX_CONTEXT, attention=attention
     ) as engine:
-        waiting = list(enumerate(tasks.prompts))
+        waiting: list[tuple[int, Sequence[int]]] = []
 
-        async def answer() -> None:
+        async def answer(max_new: int) -> None:
             while waiting:
                 index, prompt = waiting.pop()
-                sampling = Sampling(max_new_tokens=MAX_NEW, stop_ids=tasks.stop_ids, seed=index)
+                sampling = Sampling(max_new_tokens=max_new, stop_ids=tasks.stop_ids, seed=index)
                 async for _ in engine.stream(prompt, sampling, session_id=str(index)):
                     pass
 
-        started = time.perf_counter()
-        await asyncio.gather(*(answer() for _ in range(batch)))
-        seconds = time.perf_counter() - started
+        seconds = 0.0
+        for max_new in (1, MAX_NEW):
+            waiting += enumerate(tasks.prompts)
+            started = time.perf_counter()
+            await asyncio.gather(*(answer(max_new) for _ in range(batch)))
+            seconds = time.perf_counter() - started
         return await engine.health(), seconds
 
 
@@ -88,7 +103,7 @@ def speed(
             health, seconds = asyncio.run(
                 answers(model, attention, tasks, num_drafts=num_drafts, batch=batch)
             )
-            speeds.append(health.num_sampled_tokens / seconds)
+            speeds.append((health.num_sampled_tokens - len(tasks.prompts)) / seconds)
     ratios = [a / b for a, b in zip(found[NUM_DRAFTS], found[0], strict=True)]
     with_drafts, without = (statistics.median(speeds) for speeds in found.values())
     return with_drafts, without, statistics.median(ratios)
@@ -116,17 +131,20 @@ def deepened(model: GlmMoeDsa, num_layers: int, *, seed: int) -> GlmMoeDsa:
 
 def add_length_rows(table: Table, model: GlmMoeDsa, attention: Attention, tasks: Tasks) -> None:
     """Print how long chains are in the engine, and how often each depth stays."""
-    health, _ = asyncio.run(answers(model, attention, tasks, num_drafts=NUM_DRAFTS, batch=32))
+    health, _ = asyncio.run(
+        answers(model, attention, tasks, num_drafts=NUM_DRAFTS, batch=32, ends_early=False)
+    )
     length = health.accept_length_tokens
     table.row(
-        f"engine, {len(tasks.prompts)} unseen tasks, temperature 1: accept length of {NUM_DRAFTS} drafts [tokens]",
+        f"engine, {model.config.num_hidden_layers} layers, {len(tasks.prompts)} unseen tasks: accept length of {NUM_DRAFTS} drafts [tokens]",
         f"{length:.3f}",
         bar=f"{LEAST_LENGTH}",
         holds=length >= LEAST_LENGTH,
     )
     stayed = zip(health.num_accepted, health.num_drafted, strict=True)
     table.row(
-        "engine: drafts that stayed, by depth [share]", ", ".join(f"{a / d:.3f}" for a, d in stayed)
+        "the same: drafts that stayed, by depth [share]",
+        ", ".join(f"{a / d:.3f}" for a, d in stayed),
     )
 
 

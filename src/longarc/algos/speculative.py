@@ -34,7 +34,7 @@ def verified(
     draft_BDV: Float[Tensor, "B D V"],
     draft_ids_BD: Int[Tensor, "B D"],
     accepts_BD: Float[Tensor, "B D"],
-    draws_B: Float[Tensor, " B"],
+    draws_BT: Float[Tensor, "B T"],
 ) -> Verified:
     """Accept drafts from the first on, and draw the token behind them.
 
@@ -44,7 +44,7 @@ def verified(
         draft_BDV: probabilities that each draft was drawn from.
         draft_ids_BD: the drafts.
         accepts_BD: a uniform number in [0, 1) for each draft.
-        draws_B: one for the token behind them.
+        draws_BT: one for the token at each place; that of the place behind the drafts that stay is used.
     """
     main_BTV, draft_BDV = main_BTV.double(), draft_BDV.double()
     num_drafts = draft_ids_BD.shape[1]
@@ -59,7 +59,7 @@ def verified(
     if num_drafts:
         left_BV = residual(at_end_BV, draft_BDV[rows_B, refused_B])
         at_end_BV = torch.where(is_refused_B[:, None], left_BV, at_end_BV)
-    return Verified(num_accepted_B, inverse_cdf(at_end_BV, draws_B))
+    return Verified(num_accepted_B, inverse_cdf(at_end_BV, draws_BT[rows_B, num_accepted_B]))
 
 
 def acceptance_probability(

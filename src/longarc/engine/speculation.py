@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -180,21 +181,19 @@ class Speculation(Decoding):
         main_NV = sampling_probability(
             check.logits, [s for s, n in zip(samplings, num_rows, strict=True) for _ in range(n)]
         )
-        main_BTV = main_NV.new_zeros(len(requests), max(num_rows), main_NV.shape[1])
+        num_places = draft_ids_BD.shape[1] + 1
+        main_BTV = main_NV.new_zeros(len(requests), num_places, main_NV.shape[1])
         for row, rows in enumerate(check.rows):
             main_BTV[row, : num_rows[row]] = main_NV[rows]
-        positions_BD = _positions(requests, draft_ids_BD.shape[1])
         seeds = [request.seed for request in requests]
-        accepts_BD = torch.from_numpy(uniforms(seeds, positions_BD.T.numpy(), Stream.ACCEPT)).T
-        # The number of the token behind the drafts depends on how many stay, so all are drawn first.
-        draws_BT = torch.from_numpy(
-            uniforms(seeds, _positions(requests, draft_ids_BD.shape[1] + 1).T.numpy())
-        ).T
-        stays_B = verified(
-            main_BTV, draft_BDV, draft_ids_BD, accepts_BD, draws_BT[:, 0].contiguous()
-        ).num_accepted
-        draws_B = draws_BT.gather(1, stays_B[:, None])[:, 0]
-        outcome = verified(main_BTV, draft_BDV, draft_ids_BD, accepts_BD, draws_B)
+        positions_TB = np.arange(num_places)[:, None] + [r.draw_position for r in requests]
+        outcome = verified(
+            main_BTV,
+            draft_BDV,
+            draft_ids_BD,
+            torch.from_numpy(uniforms(seeds, positions_TB[:-1], Stream.ACCEPT)).T,
+            torch.from_numpy(uniforms(seeds, positions_TB)).T,
+        )
         advances = []
         for row, request in enumerate(requests):
             count = int(outcome.num_accepted[row])
@@ -361,9 +360,3 @@ class _Check:
     logits: Float[Tensor, "N V"]
     rows: list[slice]
     """Of each request."""
-
-
-def _positions(requests: Sequence[Request], num: int) -> Int[Tensor, "B D"]:
-    """Return the positions of each request's next draws."""
-    first_B = torch.tensor([request.draw_position for request in requests])
-    return first_B[:, None] + torch.arange(num)

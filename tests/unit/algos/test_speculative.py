@@ -42,7 +42,11 @@ def test_the_joint_distribution_of_several_tokens_is_the_main_models():
     d1 = inverse_cdf(q1, uniform[:, 1])
     main = torch.stack([tables[0].expand(num, -1), tables[1][d0], tables[2][d0, d1]], dim=1)
     found = verified(
-        main, torch.stack([q0, q1], 1), torch.stack([d0, d1], 1), uniform[:, 2:4], uniform[:, 4]
+        main,
+        torch.stack([q0, q1], 1),
+        torch.stack([d0, d1], 1),
+        uniform[:, 2:4],
+        uniform[:, 4:].expand(-1, 3),
     )
     assert 0.1 < (found.num_accepted == 2).double().mean() < 0.9
     # Whatever was accepted, the token behind the kept ones follows the main model given those.
@@ -70,7 +74,7 @@ def test_greedy_keeps_what_the_main_model_would_say_and_then_says_it():
         main[0, position, token] = 1.0
     drafts = torch.tensor([[2, 5, 4]])
     draft = torch.nn.functional.one_hot(drafts, 6).double()
-    found = verified(main, draft, drafts, torch.full((1, 3), 0.999), torch.full((1,), 0.999))
+    found = verified(main, draft, drafts, torch.full((1, 3), 0.999), torch.full((1, 4), 0.999))
     assert found.num_accepted.tolist() == [2]
     assert found.next_ids.tolist() == [1]
 
@@ -79,7 +83,7 @@ def test_nothing_drafted_is_plain_sampling():
     main = distributions(4, 1, 7)
     draws = torch.tensor([0.0, 0.3, 0.6, 0.999])
     none = torch.empty(4, 0)
-    found = verified(main, torch.empty(4, 0, 7), none.long(), none, draws)
+    found = verified(main, torch.empty(4, 0, 7), none.long(), none, draws[:, None])
     assert found.num_accepted.tolist() == [0] * 4
     assert torch.equal(found.next_ids, inverse_cdf(main[:, 0], draws))
 
@@ -87,7 +91,7 @@ def test_nothing_drafted_is_plain_sampling():
 def test_equal_distributions_accept_every_draft():
     p = distributions(2000, 3, 9)
     ids = torch.stack([inverse_cdf(p[:, i], torch.linspace(0, 0.999, 2000)) for i in range(2)], 1)
-    found = verified(p, p[:, :2], ids, torch.full((2000, 2), 0.9999999), torch.zeros(2000))
+    found = verified(p, p[:, :2], ids, torch.full((2000, 2), 0.9999999), torch.zeros(2000, 3))
     assert found.num_accepted.tolist() == [2] * 2000
     assert torch.equal(residual(p, p), p)
 
@@ -97,10 +101,22 @@ def test_a_token_that_a_distribution_excludes_is_never_kept_or_drawn():
     draft = torch.tensor([[[0.9, 0.1, 0.0]]])
     for draw in (0.0, 0.5, 0.999999999):
         found = verified(
-            main, draft, torch.tensor([[0]]), torch.zeros(1, 1), torch.tensor([draw]).double()
+            main, draft, torch.tensor([[0]]), torch.zeros(1, 1), torch.full((1, 2), draw).double()
         )
         assert found.num_accepted.tolist() == [0]
         assert found.next_ids.tolist() in ([1], [2])
     # A draft outside its own distribution is refused, whatever the main model thinks of it.
-    outside = verified(main, draft, torch.tensor([[2]]), torch.zeros(1, 1), torch.zeros(1))
+    outside = verified(main, draft, torch.tensor([[2]]), torch.zeros(1, 1), torch.zeros(1, 2))
     assert outside.num_accepted.tolist() == [0]
+
+
+def test_the_number_of_the_place_where_a_chain_ends_is_the_one_that_is_used():
+    main, drafts = distributions(3, 3, 9), torch.zeros(3, 2, dtype=torch.long)
+    draft = torch.nn.functional.one_hot(drafts, 9).double()
+    accepts = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    draws = torch.rand(3, 3, generator=torch.Generator().manual_seed(1)).double()
+    found = verified(main, draft, drafts, accepts, draws)
+    assert found.num_accepted.tolist() == [0, 1, 2]
+    for row, num in enumerate((0, 1, 2)):
+        left = main[row, num] if num == 2 else residual(main[row, num], draft[row, num])
+        assert found.next_ids[row] == inverse_cdf(left[None], draws[row, num, None])

@@ -29,11 +29,20 @@ def kernels(request, monkeypatch):
         monkeypatch.setenv("LONGARC_NATIVE", "0")
 
 
-def make_engine(model=None, *, drafts=4, context=160, token_bytes=None, attention="sparse", **kw):
-    settings = {"cache_tokens": 2048, "max_running": 4, "max_prefill_tokens": 32, **kw}
+def make_engine(
+    model=None,
+    *,
+    drafts=4,
+    least=0.0,
+    context=160,
+    token_bytes=None,
+    attention="sparse",
+    **settings,
+):
+    settings = {"cache_tokens": 2048, "max_running": 4, "max_prefill_tokens": 32, **settings}
     return EmbeddedEngine(
         apt_drafter() if model is None else model,
-        EngineConfig(num_speculative_tokens=drafts, **settings),
+        EngineConfig(num_speculative_tokens=drafts, min_draft_probability=least, **settings),
         max_context_tokens=context,
         attention=attention,
         token_bytes=token_bytes,
@@ -64,8 +73,8 @@ def both(pieces):
 async def test_greedy_output_is_that_without_drafts(attention):
     async with make_engine(drafts=0, attention=attention) as engine:
         plain = await complete(engine, temperature=0.0)
-    for drafts in (1, 4, 7):
-        async with make_engine(drafts=drafts, attention=attention) as engine:
+    for drafts, least in ((1, 0.0), (4, 0.0), (7, 0.2)):
+        async with make_engine(drafts=drafts, least=least, attention=attention) as engine:
             pieces = await complete(engine, temperature=0.0)
             health = await engine.health()
         assert both(pieces) == both(plain)
@@ -102,18 +111,19 @@ async def test_reported_logprobs_are_the_ones_a_trainer_computes(extra):
 
 
 @EAGER_TOO
-async def test_company_changes_nothing_for_a_request():
+@pytest.mark.parametrize("least", [0.0, 0.2])
+async def test_company_changes_nothing_for_a_request(least):
     asked = [
         {"seed": i, "max_new_tokens": 10 + 7 * i, **extra}
         for i, extra in enumerate([{}, {"top_k": 5}, {"temperature": 0.5}, {"min_p": 0.1}, {}, {}])
     ]
     prompts = [[7, 8, 9, *range(n)] for n in (3, 30, 17, 50, 11, 29)]
-    async with make_engine() as engine:
+    async with make_engine(least=least) as engine:
         alone = [
             both(await complete(engine, p, session=f"a{i}", **sampling))
             for i, (p, sampling) in enumerate(zip(prompts, asked, strict=True))
         ]
-    async with make_engine() as engine:
+    async with make_engine(least=least) as engine:
         together = await asyncio.gather(
             *(
                 complete(engine, p, session=f"b{i}", **sampling)
@@ -309,6 +319,24 @@ async def test_an_mtp_layer_that_is_broken_costs_its_drafts_and_nothing_else(ext
     if "temperature" in extra:
         async with make_engine(drafts=0) as engine:
             assert both(await complete(engine, **extra)) == both(pieces)
+
+
+@EAGER_TOO
+@pytest.mark.parametrize("extra", [{}, {"top_k": 60}, {"temperature": 0.0}])
+async def test_a_chain_ends_behind_an_unlikely_draft_and_behind_a_stop_id(extra):
+    async def drafted(**settings):
+        stop_ids = settings.pop("stop_ids", ())
+        async with make_engine(**settings) as engine:
+            await complete(engine, stop_ids=stop_ids, max_new_tokens=40, **extra)
+            return (await engine.health()).num_drafted
+
+    full, some, first = [await drafted(least=least) for least in (0.0, 0.2, 1.0)]
+    assert len({*full}) <= 4  # what a budget takes off at the end
+    assert some[0] > some[1] > some[3] > 0
+    assert first[0] > 0
+    assert not any(first[1:])
+    # Every id ends the completion, so the draft behind the first token is the last one.
+    assert (await drafted(stop_ids=tuple(range(64))))[1:] == (0, 0, 0)
 
 
 async def test_health_counts_drafts_by_depth():
