@@ -332,7 +332,7 @@ async def test_a_chain_ends_behind_an_unlikely_draft_and_behind_a_stop_id(extra)
 
     full, some, first = [await drafted(least=least) for least in (0.0, 0.2, 1.0)]
     assert len({*full}) <= 4  # what a budget takes off at the end
-    assert some[0] > some[1] > some[3] > 0
+    assert some[0] > some[1] > 0
     assert first[0] > 0
     assert not any(first[1:])
     # Every id ends the completion, so the draft behind the first token is the last one.
