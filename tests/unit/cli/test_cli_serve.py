@@ -11,6 +11,7 @@ from longarc.cli.main import main
         (["--engine-only", "--temperature", "0"], "--temperature has no effect with --engine-only"),
         (["--engine-only", "--max-new-tokens", "5"], "--max-new-tokens has no effect with"),
         (["--engine-only", "--thinking"], "--thinking has no effect with --engine-only"),
+        (["--engine-only", "--model-name", "x"], "--model-name has no effect with --engine-only"),
         (["--ranks", "2"], "--ranks has no effect without --engine-only"),
         (["--drain-s", "0"], "--drain-s has no effect without --engine-only"),
         (["--attention", "sparse"], "--attention has no effect without --engine-only"),

@@ -24,6 +24,7 @@ SETTINGS = ServeSettings(
     temperature=1.0,
     max_new_tokens=4,
     max_context_tokens=512,
+    model_names=("fixed",),
 )
 
 
@@ -58,6 +59,13 @@ async def test_every_session_is_told_by_the_id_that_shows_it_when_the_server_sto
             named = base_url.removesuffix("/v1") + "/s/mine/v1"
             headers = {"Authorization": "Bearer secret"}
             async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+                listed = (await client.get(f"{base_url}/models")).json()["data"]
+                assert [model["id"] for model in listed] == ["r/pretrain", "longarc", "fixed"]
+                other = await client.post(
+                    f"{base_url}/chat/completions", json={**request, "model": "gpt-4o"}
+                )
+                assert other.status_code == 404
+                assert "'r/pretrain' or 'longarc' or 'fixed'" in other.json()["error"]["message"]
                 for url in (base_url, base_url, named):
                     answer = await client.post(f"{url}/chat/completions", json=request)
                     assert answer.status_code == 200, answer.text
