@@ -152,7 +152,7 @@ def _convert(
     from longarc.pipeline.stage_checkpoint import final_checkpoint
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
-    from longarc.runs.files import check_new_directory
+    from longarc.runs.files import check_new_directory, new_directory
 
     check_new_directory(target)
     run = RunDirectory.look(run_dir)
@@ -168,13 +168,15 @@ def _convert(
     model = load_checkpoint(checkpoint).model
     if pattern is not None:
         model = with_shared_indexers(model, kinds_of(pattern))
-    save_pretrained_dir(
-        model,
-        target,
-        experts="separate" if group_size is None else "int4",
-        int4_group_size=group_size or 0,
-    )
-    shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
+    with new_directory(target):
+        # Before the model, whose config comes last: what is cut short is no model without a tokenizer.
+        shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
+        save_pretrained_dir(
+            model,
+            target,
+            experts="separate" if group_size is None else "int4",
+            int4_group_size=group_size or 0,
+        )
     print(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
     if group_size is not None:
         how = "as in training" if trained_size is not None else "rounded after training"
