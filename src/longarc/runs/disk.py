@@ -11,6 +11,9 @@ from longarc.errors import ResourceError
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """Error numbers of a place that takes no more."""
+_UNITS: Final = tuple(
+    (unit, 1000**power) for power, unit in reversed([*enumerate(("kB", "MB", "GB", "TB", "PB"), 1)])
+)
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def free_bytes(path: Path) -> int | None:
 
 def size_text(num_bytes: int) -> str:
     """Return a size for people, in units of 1000: ``1.5 GB``."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    for unit, size in _UNITS:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes} bytes"

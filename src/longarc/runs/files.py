@@ -143,7 +143,9 @@ class JsonLines:
         except OSError as error:
             # Where even that fails, the next start drops the torn line.
             os.ftruncate(self._file.fileno(), start)
-            raise ResourceError(f"cannot append to {self._path}: {error.strerror}") from error
+            raise ResourceError(
+                f"cannot append to {self._path}: {error.strerror}; free some space and resume the run"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
