@@ -6,9 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from longarc.config.engine import EngineConfig
 from longarc.config.settings import Settings
-
-UpdatePolicy: TypeAlias = Literal["continue", "recompute", "finish"]
-"""What becomes of running sequences when new weights arrive."""
+from longarc.records.sampling import UpdatePolicy
 
 _OWN_VLLM_ARGS = (
     "--model",

@@ -197,7 +197,7 @@ def broken_steps():
         raise OverflowError("too large")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longarc.engine.embedded.decode", broken)
+        patch.setattr("longarc.engine.computing.decode", broken)
         yield
 
 
