@@ -43,6 +43,7 @@ from longarc.errors import (
     boundary,
 )
 from longarc.models.decoder_base import Decoder
+from longarc.models.fp8 import round_to_fp8
 from longarc.models.kernels.steps import Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
@@ -85,7 +86,7 @@ class EmbeddedEngine:
         """Take over ``model``.
 
         Args:
-            model: is only read, but for new weights.
+            model: is only read, but for new weights and for their rounding.
             config: see the fields.
             max_context_tokens: longest prompt and completion together [tokens].
             policy_version: version [optimizer steps] of the weights.
@@ -100,6 +101,9 @@ class EmbeddedEngine:
         num_pages = config.num_pages_for(max_context_tokens)
         self._token_bytes = token_bytes
         model.eval().requires_grad_(False)
+        alter = round_to_fp8 if config.weight_quantisation == "fp8" else None
+        if alter is not None:
+            alter(model)
         self._vocab_size = model.config.vocab_size
         self._config = config
         self._max_context_tokens = max_context_tokens
@@ -121,6 +125,7 @@ class EmbeddedEngine:
             EngineWeights(model, cache, policy_version),
             settle=self._settle,
             on_loaded=partial(self._call_soon, self._notify),
+            alter=alter,
         )
         # Its queue is bounded by config.max_waiting.
         self._scheduler = Scheduler(

@@ -60,11 +60,13 @@ class WeightStore:
         *,
         settle: Callable[[], None],
         on_loaded: Callable[[], None],
+        alter: Callable[[Decoder], object] | None = None,
     ) -> None:
         """Begin with the weights in use.
 
         Args:
             current: in use.
+            alter: done to weights that were read, in the loading thread.
             settle: called in the loading thread before a copy that was in use is written to: returns when
                 nothing computes with it any more.
             on_loaded: called in the loading thread when weights can be taken, or were refused.
@@ -77,7 +79,7 @@ class WeightStore:
         self._spare: EngineWeights | None = None
         self._asked: deque[WeightUpdate] = deque()
         self._loading: WeightUpdate | None = None
-        self._settle, self._on_loaded = settle, on_loaded
+        self._settle, self._on_loaded, self._alter = settle, on_loaded, alter
         # One thread for one operator: decoding has the others.
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="weights", initializer=set_compute_threads, initargs=(1,)
@@ -151,6 +153,8 @@ class WeightStore:
                 self._settle()
                 weights = spare or self._copy()
                 load_weights(weights.model, source.path)
+                if self._alter is not None:
+                    self._alter(weights.model)
                 weights.cache.prepare()
         except LongArcError as error:
             raise WeightsRefusedError(f"weights {version} were not loaded: {error}") from error

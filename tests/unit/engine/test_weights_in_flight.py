@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from engine_cases import LockStepEngine
 from longarc.config.engine import EngineConfig
 from longarc.config.model import AttentionPattern
-from longarc.errors import ContractError
+from longarc.errors import ContractError, WeightsRefusedError
 from longarc.models.build import build_model
 from longarc.models.conversion import hybrid_config
 from longarc.models.hf_weights import save_weights
@@ -258,16 +259,23 @@ async def test_a_group_that_recomputes_computes_its_prompt_once(name, publish):
     assert health.num_recomputed_tokens <= len(PROMPT) + sampled_before + 4
 
 
-async def test_weights_that_are_refused_change_nothing_while_sequences_run(config, publish):
+async def test_weights_that_are_refused_change_nothing_while_sequences_run(
+    config, publish, tmp_path
+):
     new = publish(config, 7)
     wrong = publish(CONFIGS["llama" if config.family == "glm_moe_dsa" else "glm"], 8)
+    half = tmp_path / "half.safetensors"
+    half.write_bytes(Path(new.path).read_bytes()[:-1000])
+    half_written = WeightSource(path=str(half), sha256=file_sha256(half))
     async with open_engine(config) as engine:
         undisturbed = await complete(engine)
     async with open_engine(config) as engine:
 
         async def update():
-            for source in (WeightSource(path=new.path, sha256="0" * 64), wrong):
-                with pytest.raises(Exception, match="were not loaded"):
+            damaged = WeightSource(path=new.path, sha256="0" * 64)
+            missing = WeightSource(path=str(tmp_path / "none"), sha256=new.sha256)
+            for source in (damaged, wrong, half_written, missing):
+                with pytest.raises(WeightsRefusedError, match="were not loaded"):
                     await engine.update_weights(source, policy_version=7)
 
         done = await complete(engine, after=5, then=update)
