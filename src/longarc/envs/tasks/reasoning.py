@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from pydantic import Field
 
-from longarc.envs.graders.answers import final_answer
+from longarc.envs.graders.answers import final_answer, last_number
 from longarc.envs.single_turn import SingleTurn
 from longarc.envs.tasks.settings import FamilySettings, Frac, settings_from
 from longarc.envs.tasks.splits import draw_in_split, rng_of, task_indices
@@ -100,7 +100,9 @@ class ReasoningSettings(FamilySettings):
     """Whether the policy is asked to think before it answers. A published model that was not trained for it is better
     asked without."""
     instruction: str = ""
-    """Text behind every question, on a line of its own: how the answer has to look. The whole visible answer is graded."""
+    """Text behind every question, on a line of its own: how the answer has to look."""
+    answer_from: Literal["whole", "last_number"] = "whole"
+    """What is graded: the whole visible answer, or the last number in it, for a model that answers in sentences."""
     is_partial: bool = False
     """Whether a reward between 0 and 1 that reasoning-gym gives counts as it is, or as 0."""
 
@@ -220,6 +222,8 @@ class Reasoning:
         assert isinstance(index, int)
         entry = dataset[index]
         answer = final_answer(episode)
+        if self.settings.answer_from == "last_number":
+            answer = last_number(answer)
         score = 0.0
         if answer is not None and _is_honest(str(data["dataset"]), answer, entry):
             score = float(dataset.score_answer(answer, entry))

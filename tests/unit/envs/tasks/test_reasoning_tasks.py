@@ -206,3 +206,14 @@ def test_without_thinking_the_expert_answers_at_once_and_the_instruction_stands_
     assert task.messages[0].content.endswith("\nOnly the number.")
     plain = next(Reasoning(families={"chain_sum": {}}).tasks("test", cursor=0))
     assert task.messages[0].content.startswith(plain.messages[0].content)
+
+
+async def test_the_last_number_of_a_sentence_can_be_the_answer():
+    family = Reasoning(families={"chain_sum": {}}, answer_from="last_number")
+    task = task_of(family, "chain_sum")
+    right = task.data["answer"]
+    assert (await family.grade(task, said(f"3 and 4 make {right}."))).value == 1.0
+    assert (await family.grade(task, said(f"{right}, or was it 999?"))).value == 0.0
+    assert (await family.grade(task, said("I do not know."))).value == 0.0
+    cut = said(f"It is {right}", outcome=Outcome.TRUNCATED_TOKENS)
+    assert (await family.grade(task, cut)).value == 0.0
