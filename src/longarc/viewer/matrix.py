@@ -103,9 +103,9 @@ def _column(
         column[stage] = entry
     if best is not None:
         best["is_best"] = best["rate"] > 0
-    for entry in column.values():
-        if entry is not None:  # the page shows none of it
-            entry.pop("solved", None)
+    for shown in column.values():
+        if shown is not None:  # the page shows none of it
+            shown.pop("solved", None)
     return column
 
 

@@ -100,7 +100,7 @@ def _correlation(num_both: int, num_lost: int, num_gained: int, num: int) -> flo
     scale = first * (num - first) * second * (num - second)
     if scale == 0:
         return 0.0
-    excess = num_both * num_neither - num_lost * num_gained
+    excess = float(num_both * num_neither - num_lost * num_gained)
     if excess > 0:
         excess = max(excess - num / 2, 0.0)
     return excess / math.sqrt(scale)
