@@ -163,7 +163,10 @@ def _convert(
         )
     recipe = recipe_of_run(run_dir)
     checkpoint = final_checkpoint(recipe, run, stage)
-    trained_size = None if unrounded else _trained_group_size(recipe, stage)
+    trained_size = _trained_group_size(recipe, stage)
+    if unrounded:
+        _check_rounds(trained_size, stage)
+        trained_size = None
     group_size = _exported_group_size(int4_group_size, trained=trained_size, stage=stage)
     model = load_checkpoint(checkpoint).model
     if pattern is not None:
@@ -190,6 +193,16 @@ def _trained_group_size(recipe: "Recipe", stage: str) -> int | None:
 
     config = recipe.stages.get(stage)
     return config.int4_group_size if isinstance(config, SupervisedConfig) else None
+
+
+def _check_rounds(trained: int | None, stage: str) -> None:
+    from longarc.errors import ConfigError
+
+    if trained is None:
+        raise ConfigError(
+            f"--unrounded has no effect: stage {stage!r} did not train with int4_group_size, so nothing is rounded; "
+            f"leave it out"
+        )
 
 
 def _exported_group_size(wanted: int | None, *, trained: int | None, stage: str) -> int | None:

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir or Path("runs") / recipe.name
     progress = ProgressLine()
     if arguments.replay is not None:
+        _refuse_with_replay(arguments)
         recorded, computed = replay_step(recipe, run_dir, arguments.replay)
         return _say_replay(arguments.replay, recorded.weights_sha256, computed.weights_sha256)
     check_recipe(recipe, is_new=not arguments.resume)
@@ -67,6 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
             return ExitCode.INTERRUPTED
     progress.say(f"report: {write_report(run_dir)}")
     return ExitCode.OK
+
+
+def _refuse_with_replay(arguments: argparse.Namespace) -> None:
+    from longarc.errors import ConfigError
+
+    for option in ("resume", "servers_later"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} has no effect with --replay, which takes a recorded step again and "
+                f"changes nothing; leave one of them out"
+            )
 
 
 def _check_servers(recipe: "Recipe", run_dir: Path, *, are_later: bool) -> None:

@@ -114,8 +114,10 @@ def _serve_chat(arguments: argparse.Namespace) -> int:
             f"{arguments.run_dir} is a Hugging Face directory and not a run, so it has no chat format: serve it "
             f"with --engine-only, or start a run from it (initial.path) and serve that"
         )
-    recipe = recipe_of_run(arguments.run_dir)
+    if "" in (arguments.model_name or ()):
+        raise ConfigError("--model-name is empty; give a name that requests send as their model")
     api_key, shown_key = _key(arguments, "LONGARC_API_KEY")
+    recipe = recipe_of_run(arguments.run_dir)
     progress = ProgressLine()
     temperature = arguments.temperature
     settings = ServeSettings(
@@ -203,6 +205,10 @@ def _key(arguments: argparse.Namespace, variable: str) -> tuple[str, str]:
     import os
     import secrets
 
+    from longarc.errors import ConfigError
+
+    if arguments.api_key == "":
+        raise ConfigError("--api-key is empty; give a key, or leave the option out and one is made")
     given: str | None = arguments.api_key or os.environ.get(variable)
     key = given or secrets.token_urlsafe(16)
     return key, "(the one you gave)" if given else key

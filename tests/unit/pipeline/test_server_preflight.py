@@ -99,3 +99,10 @@ def test_no_run_begins_without_its_servers_unless_they_come_later(tmp_path, monk
     assert main([*command, "--servers-later"]) == 2
     assert "--servers-later has no effect" in capsys.readouterr().err
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("option", ["--resume", "--servers-later"])
+def test_a_replay_resumes_nothing_and_asks_nobody(option, tmp_path, capsys):
+    command = ["run", str(SMOKE), "--run-dir", str(tmp_path), "--replay", "reasoning_rl:0"]
+    assert main([*command, option]) == 2
+    assert f"{option} has no effect with --replay" in capsys.readouterr().err
