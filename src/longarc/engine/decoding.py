@@ -5,7 +5,6 @@ Shape letters: S steps, B requests.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from longarc.engine.request import Request
 from longarc.engine.sampler import is_plain, sample, uniforms
-from longarc.models.cache import PagedCache
-from longarc.models.decoder_base import Decoder
+from longarc.engine.weights import EngineWeights
+from longarc.models.decoder_base import Attention
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
 
@@ -42,63 +41,75 @@ class Decoding:
     max_step_tokens = 1
     """Most tokens that a step draws for a request."""
 
-    def __init__(
-        self, model: Decoder, cache: PagedCache, *, attention: Literal["dense", "sparse"]
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._attention: Literal["dense", "sparse"] = attention
+    keeps_newest_token = False
+    """Whether what goes on with a completion leaves its newest token to a step."""
+
+    def __init__(self, *, attention: Attention) -> None:
+        """Draw from models that attend like this."""
+        self._attention = attention
         self.num_drafted: list[int] = []
         """Drafts that were verified so far, by depth."""
         self.num_accepted: list[int] = []
         """Drafts that stayed, by depth."""
 
-    def close(self) -> None:
-        """Let go of the cache."""
-        del self._cache
-
     def prefill(
         self,
+        weights: EngineWeights,
         token_ids: Int[Tensor, " new"],
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
     ) -> Float[Tensor, "B hidden"]:
         """Compute known tokens and return the state of each sequence's last one; see ``Decoder.extend``."""
-        return self._model.extend(
+        return weights.model.extend(
             token_ids,
             slots,
             starts,
             counts,
-            self._cache,
+            weights.cache,
             attention=self._attention,
             ends_only=True,
         )
 
     def first_tokens(
-        self, hidden_BH: Float[Tensor, "B hidden"], requests: Sequence[Request]
+        self,
+        weights: EngineWeights,
+        hidden_BH: Float[Tensor, "B hidden"],
+        requests: Sequence[Request],
     ) -> list[Advance]:
         """Draw the token behind what ``prefill`` computed."""
-        return _advances(_drawn(self._model.logits(hidden_BH, self._cache), requests))
+        return _advances(_drawn(weights.model.logits(hidden_BH, weights.cache), requests))
 
     def decode(
-        self, requests: Sequence[Request], *, max_steps: int, interrupt: Interrupt
+        self,
+        weights: EngineWeights,
+        requests: Sequence[Request],
+        *,
+        max_steps: int,
+        interrupt: Interrupt,
     ) -> list[Advance]:
         """Append to each request its last token and draw what follows, for one step or up to ``max_steps``.
 
         No step follows one in which a request ends or a piece of it is due. Seats have room for the tokens; they and
         the requests are left as they are.
         """
-        return _advances(self._steps(requests, max_steps, interrupt))
+        return _advances(self._steps(weights, requests, max_steps, interrupt))
 
-    def _steps(self, requests: Sequence[Request], max_steps: int, interrupt: Interrupt) -> Drawn:
+    def _steps(
+        self,
+        weights: EngineWeights,
+        requests: Sequence[Request],
+        max_steps: int,
+        interrupt: Interrupt,
+    ) -> Drawn:
+        cache = weights.cache
         seats = [request.used_seat() for request in requests]
         indices = [seat.index for seat in seats]
         starts = [seat.length for seat in seats]
         samplings = [request.sampling for request in requests]
         tokens_B = torch.tensor([request.last_token for request in requests])
         is_sparse = self._attention == "sparse"
-        if isinstance(self._cache, NativeDecoder) and is_plain(samplings):
+        if isinstance(cache, NativeDecoder) and is_plain(samplings):
             seeds = [request.seed for request in requests]
             positions_B = np.asarray([request.draw_position for request in requests])
             draws = Draws(
@@ -108,13 +119,11 @@ class Decoding:
                 ),
                 stop_ids=[s.stop_ids for s in samplings],
             )
-            return self._cache.steps(
-                tokens_B, indices, starts, draws, interrupt, is_sparse=is_sparse
-            )
-        hidden = self._model.extend(
-            tokens_B, indices, starts, [1] * len(requests), self._cache, attention=self._attention
+            return cache.steps(tokens_B, indices, starts, draws, interrupt, is_sparse=is_sparse)
+        hidden = weights.model.extend(
+            tokens_B, indices, starts, [1] * len(requests), cache, attention=self._attention
         )
-        return _drawn(self._model.logits(hidden, self._cache), requests)
+        return _drawn(weights.model.logits(hidden, cache), requests)
 
 
 def _drawn(logits_BV: Float[Tensor, "B V"], requests: Sequence[Request]) -> Drawn:

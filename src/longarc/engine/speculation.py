@@ -15,7 +15,6 @@ Shape letters: B requests, D drafts, T = D + 1, N rows of all requests, V vocabu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.algos.speculative import inverse_cdf, verified
+from longarc.config.engine import EngineConfig
 from longarc.engine.decoding import Advance, Decoding
 from longarc.engine.request import Request
 from longarc.engine.sampler import (
@@ -34,11 +34,12 @@ from longarc.engine.sampler import (
     sampling_probability,
     uniforms,
 )
+from longarc.engine.weights import EngineWeights
 from longarc.errors import ConfigError
 from longarc.models.cache import PagedCache
 from longarc.models.decoder import GlmMoeDsa
-from longarc.models.decoder_base import Decoder
-from longarc.models.drafting import drafter_of
+from longarc.models.decoder_base import Attention, Decoder
+from longarc.models.drafting import Drafter, drafter_of
 from longarc.models.kernels.drafts import DraftingGlmMoeDsa, RoundDraws
 from longarc.models.kernels.steps import Interrupt
 from longarc.models.projection import token_logprobs
@@ -69,78 +70,71 @@ def checked_to_draft(model: Decoder, num_speculative_tokens: int) -> GlmMoeDsa:
 class Speculation(Decoding):
     """Some tokens of each request in a step."""
 
-    def __init__(
-        self,
-        model: GlmMoeDsa,
-        cache: PagedCache,
-        *,
-        attention: Literal["dense", "sparse"],
-        num_drafts: int,
-        least_probability: float,
-    ) -> None:
-        """Draft from the cache of a model.
+    keeps_newest_token = True
+
+    def __init__(self, *, attention: Attention, num_drafts: int, least_probability: float) -> None:
+        """Draft from the caches of ``cache_for``.
 
         Args:
-            model: has an MTP layer.
-            cache: of its ``new_drafting_cache``.
-            attention: how the model was trained to attend.
+            attention: how the models were trained to attend.
             num_drafts: most tokens to draft in a round.
             least_probability: a chain ends behind a draft to which the MTP layer gave less.
         """
-        super().__init__(model, cache, attention=attention)
+        super().__init__(attention=attention)
         self.max_step_tokens = num_drafts + 1
         self._num_drafts = num_drafts
         self._least = least_probability
-        self._drafter = drafter_of(model, cache)
         self.num_drafted = [0] * num_drafts
         self.num_accepted = [0] * num_drafts
 
-    def close(self) -> None:
-        """Let go of the cache."""
-        super().close()
-        del self._drafter
-
     def prefill(
         self,
+        weights: EngineWeights,
         token_ids: Int[Tensor, " new"],
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
     ) -> Float[Tensor, "B hidden"]:
         """Compute known tokens and what is drafted from; return the state of each sequence's last one."""
-        hidden = self._model.extend(
-            token_ids, slots, starts, counts, self._cache, attention=self._attention
+        hidden = weights.model.extend(
+            token_ids, slots, starts, counts, weights.cache, attention=self._attention
         )
-        self._drafter.take(token_ids, hidden, slots, starts, counts)
+        _drafter(weights).take(token_ids, hidden, slots, starts, counts)
         return hidden[torch.tensor(counts).cumsum(0) - 1]
 
     def decode(
-        self, requests: Sequence[Request], *, max_steps: int, interrupt: Interrupt
+        self,
+        weights: EngineWeights,
+        requests: Sequence[Request],
+        *,
+        max_steps: int,
+        interrupt: Interrupt,
     ) -> list[Advance]:
         """Draft behind each request's last token, verify, and so on, for one round or up to ``max_steps``."""
         advances: dict[int, Advance] = {}
-        plain = [r for r in requests if self._is_native and is_plain([r.sampling])]
+        is_native = isinstance(weights.cache, DraftingGlmMoeDsa)
+        plain = [r for r in requests if is_native and is_plain([r.sampling])]
         others = [r for r in requests if r not in plain]
         # Each request goes the way of its own sampling, whatever the others ask for.
         if others:
-            advances |= zip(map(id, others), self._round(others), strict=True)
+            advances |= zip(map(id, others), self._round(weights, others), strict=True)
         if plain:
             max_rounds = 1 if others else max_steps
-            found = self._native_rounds(plain, max_rounds, interrupt)
+            found = self._native_rounds(weights, plain, max_rounds, interrupt)
             advances |= zip(map(id, plain), found, strict=True)
         return [advances[id(request)] for request in requests]
 
-    @property
-    def _is_native(self) -> bool:
-        return isinstance(self._cache, DraftingGlmMoeDsa)
-
     def _native_rounds(
-        self, requests: Sequence[Request], max_rounds: int, interrupt: Interrupt
+        self,
+        weights: EngineWeights,
+        requests: Sequence[Request],
+        max_rounds: int,
+        interrupt: Interrupt,
     ) -> list[Advance]:
-        assert isinstance(self._cache, DraftingGlmMoeDsa)
+        assert isinstance(weights.cache, DraftingGlmMoeDsa)
         seats = [request.used_seat() for request in requests]
         samplings = [request.sampling for request in requests]
-        found = self._cache.rounds(
+        found = weights.cache.rounds(
             torch.tensor([request.last_token for request in requests]),
             [seat.index for seat in seats],
             [seat.length for seat in seats],
@@ -173,10 +167,10 @@ class Speculation(Decoding):
 
     # One round in torch, for whatever a request asks ----------------------------------------------
 
-    def _round(self, requests: Sequence[Request]) -> list[Advance]:
+    def _round(self, weights: EngineWeights, requests: Sequence[Request]) -> list[Advance]:
         samplings = [request.sampling for request in requests]
-        draft_ids_BD, draft_BDV, counts = self._drafts(requests)
-        check = self._verified_rows(requests, draft_ids_BD, counts)
+        draft_ids_BD, draft_BDV, counts = self._drafts(weights, requests)
+        check = self._verified_rows(weights, requests, draft_ids_BD, counts)
         num_rows = [count + 1 for count in counts]
         main_NV = sampling_probability(
             check.logits, [s for s, n in zip(samplings, num_rows, strict=True) for _ in range(n)]
@@ -202,12 +196,12 @@ class Speculation(Decoding):
                 [int(d < count) for d in range(self._num_drafts)],
             )
             token_ids = [*draft_ids_BD[row, :count].tolist(), int(outcome.next_ids[row])]
-            advances.append(self._advance(request, token_ids, check, row))
-        self._keep(requests, advances, check)
+            advances.append(self._advance(weights, request, token_ids, check, row))
+        _keep(weights, requests, advances, check)
         return advances
 
     def _drafts(
-        self, requests: Sequence[Request]
+        self, weights: EngineWeights, requests: Sequence[Request]
     ) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D V"], list[int]]:
         """Draft for each request, and leave the row of its newest token.
 
@@ -215,7 +209,7 @@ class Speculation(Decoding):
             drafts, what each was drawn from, and how many each request has; beyond these there is no probability.
         """
         seats = [request.used_seat() for request in requests]
-        chain = self._drafter.chain(
+        chain = _drafter(weights).chain(
             [seat.index for seat in seats],
             [seat.length for seat in seats],
             is_sparse=self._attention == "sparse",
@@ -272,7 +266,11 @@ class Speculation(Decoding):
         return probability_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
 
     def _verified_rows(
-        self, requests: Sequence[Request], draft_ids_BD: Tensor, counts: Sequence[int]
+        self,
+        weights: EngineWeights,
+        requests: Sequence[Request],
+        draft_ids_BD: Tensor,
+        counts: Sequence[int],
     ) -> "_Check":
         seats = [request.used_seat() for request in requests]
         tokens: list[Tensor] = []
@@ -282,19 +280,24 @@ class Speculation(Decoding):
             rows.append(slice(start, start + counts[row] + 1))
             tokens += [torch.tensor([request.last_token]), draft_ids_BD[row, : counts[row]]]
         tokens_N = torch.cat(tokens)
-        hidden_NH = self._model.extend(
+        hidden_NH = weights.model.extend(
             tokens_N,
             [seat.index for seat in seats],
             [seat.length for seat in seats],
             [count + 1 for count in counts],
-            self._cache,
+            weights.cache,
             attention=self._attention,
         )
-        logits_NV = self._model.logits(hidden_NH, self._cache)
+        logits_NV = weights.model.logits(hidden_NH, weights.cache)
         return _Check(tokens_N, hidden_NH, logits_NV, rows)
 
     def _advance(
-        self, request: Request, token_ids: list[int], check: "_Check", row: int
+        self,
+        weights: EngineWeights,
+        request: Request,
+        token_ids: list[int],
+        check: "_Check",
+        row: int,
     ) -> Advance:
         """Say what is to be known of the tokens; they end with the first whose logits are not finite."""
         rows, sampling = check.rows[row], request.sampling
@@ -316,7 +319,7 @@ class Speculation(Decoding):
             # By the trainer's own function, so that they are the trainer's bits.
             logprobs, _ = token_logprobs(
                 check.hidden[rows][: len(token_ids)],
-                self._model.output_weight,
+                weights.model.output_weight,
                 ids_T,
                 temperature=sampling.temperature,
             )
@@ -327,26 +330,6 @@ class Speculation(Decoding):
             is_finite=bool(is_finite_T.all()),
             kept_ids=kept,
             raw_logprobs=raw_logprobs(logits_TV, samplings, ids_T).tolist(),
-        )
-
-    def _keep(
-        self, requests: Sequence[Request], advances: Sequence[Advance], check: "_Check"
-    ) -> None:
-        """Take in the newest token and the drafts that stay."""
-        seats = [request.used_seat() for request in requests]
-        counts = [len(advance.token_ids) for advance in advances]
-        kept_N = torch.cat(
-            [
-                torch.arange(rows.start, rows.start + n)
-                for rows, n in zip(check.rows, counts, strict=True)
-            ]
-        )
-        self._drafter.take(
-            check.token_ids[kept_N],
-            check.hidden[kept_N],
-            [seat.index for seat in seats],
-            [seat.length for seat in seats],
-            counts,
         )
 
 
@@ -360,3 +343,65 @@ class _Check:
     logits: Float[Tensor, "N V"]
     rows: list[slice]
     """Of each request."""
+
+
+def _keep(
+    weights: EngineWeights,
+    requests: Sequence[Request],
+    advances: Sequence[Advance],
+    check: _Check,
+) -> None:
+    """Take in the newest token and the drafts that stay."""
+    seats = [request.used_seat() for request in requests]
+    counts = [len(advance.token_ids) for advance in advances]
+    kept_N = torch.cat(
+        [
+            torch.arange(rows.start, rows.start + n)
+            for rows, n in zip(check.rows, counts, strict=True)
+        ]
+    )
+    _drafter(weights).take(
+        check.token_ids[kept_N],
+        check.hidden[kept_N],
+        [seat.index for seat in seats],
+        [seat.length for seat in seats],
+        counts,
+    )
+
+
+def _drafter(weights: EngineWeights) -> Drafter:
+    model = weights.model
+    assert isinstance(model, GlmMoeDsa)
+    return drafter_of(model, weights.cache)
+
+
+def cache_for(model: Decoder, config: EngineConfig, *, max_context_tokens: int) -> PagedCache:
+    """Return the engine's cache.
+
+    Args:
+        model: computes with it.
+        config: says whether it drafts.
+        max_context_tokens: longest sequence [tokens].
+
+    Raises:
+        ConfigError: the cache is too small for one sequence of the longest context, or the model cannot draft.
+    """
+    num_pages = config.num_pages_for(max_context_tokens)
+    # A sequence that ended keeps its seat where layers remember instead of keeping rows.
+    num_slots = config.max_running + config.max_running // 2
+    sizes = {"num_pages": num_pages, "page_tokens": config.page_tokens}
+    if not config.num_speculative_tokens:
+        return model.new_cache(num_slots, max_context_tokens, **sizes)
+    glm = checked_to_draft(model, config.num_speculative_tokens)
+    return glm.new_drafting_cache(num_slots, max_context_tokens, **sizes)
+
+
+def decoding_for(config: EngineConfig, *, attention: Attention) -> Decoding:
+    """Return how the engine draws tokens."""
+    if not config.num_speculative_tokens:
+        return Decoding(attention=attention)
+    return Speculation(
+        attention=attention,
+        num_drafts=config.num_speculative_tokens,
+        least_probability=config.min_draft_probability,
+    )

@@ -58,3 +58,12 @@ def test_a_step_says_what_drafts_were_worth():
     # An engine that was started anew may be the first that drafts.
     assert "engine/accepted_frac_depth_2" in combine(engine_metrics(BEFORE, after, step_s=1.0))
     assert not any("accept" in name for name in combine(engine_metrics(BEFORE, BEFORE, step_s=1.0)))
+
+
+def test_a_step_says_how_long_an_update_took_and_how_long_decoding_stood_still_for_it():
+    before = replace(BEFORE, num_updates=3, update_s=9.0, update_pause_s=0.25)
+    after = replace(before, num_updates=5, update_s=12.0, update_pause_s=0.75)
+    found = combine(engine_metrics(before, after, step_s=1.0))
+    assert (found["engine/update_s"], found["engine/update_pause_s"]) == (1.5, 0.25)
+    none = combine(engine_metrics(before, before, step_s=1.0))
+    assert not any("update" in name for name in none)

@@ -78,14 +78,14 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             config: of the model.
             shape: sequences, pages and lengths.
         """
-        layer = f"model.layers.{config.num_hidden_layers}."
-        named = {
-            layer + name.removeprefix("mtp."): weight
-            for name, weight in weights.items()
-            if name.startswith("mtp.")
-        }
         self._draft = structs.Draft()
-        super().__init__({**weights, **named}, angles, config, shape)
+        super().__init__(_with_named_layer(weights, config), angles, config, shape)
+
+    def under(self, weights: Weights) -> "DraftingGlmMoeDsa":
+        """Return the same rows with packed weights of its own; nothing is packed before ``prepare``."""
+        other = super().under(_with_named_layer(weights, self._config))
+        assert isinstance(other, DraftingGlmMoeDsa)
+        return other
 
     @staticmethod
     def _num_layers_of(config: GlmMoeDsaConfig) -> int:
@@ -317,3 +317,14 @@ class NativeChain:
             tokens, self._slots, self._positions, depth, is_sparse=self._is_sparse
         )
         return self._cache.logits(self._hidden)
+
+
+def _with_named_layer(weights: Weights, config: GlmMoeDsaConfig) -> Weights:
+    """Return the weights with the MTP layer's also under the name of the layer behind the last."""
+    layer = f"model.layers.{config.num_hidden_layers}."
+    named = {
+        layer + name.removeprefix("mtp."): weight
+        for name, weight in weights.items()
+        if name.startswith("mtp.")
+    }
+    return {**weights, **named}
