@@ -339,6 +339,21 @@ async def test_a_chain_ends_behind_an_unlikely_draft_and_behind_a_stop_id(extra)
     assert (await drafted(stop_ids=tuple(range(64))))[1:] == (0, 0, 0)
 
 
+@pytest.mark.skipif(native() is None, reason="the native kernels were not built")
+@pytest.mark.parametrize(
+    "extra", [{}, {"temperature": 0.6, "stop_ids": (11,)}, {"temperature": 0.0}]
+)
+async def test_the_rounds_in_torch_keep_what_the_native_ones_keep(extra):
+    # Who asks for raw log-probabilities goes through the rounds in torch.
+    async with make_engine(least=0.1) as engine:
+        fast = await complete(engine, **extra)
+        counts = (await engine.health()).num_accepted
+    async with make_engine(least=0.1) as engine:
+        slow = await complete(engine, returns_raw_logprobs=True, **extra)
+        assert (await engine.health()).num_accepted == counts
+    assert both(slow) == both(fast)
+
+
 async def test_health_counts_drafts_by_depth():
     async with make_engine(drafts=3) as engine:
         assert (await engine.health()).num_drafted == (0, 0, 0)

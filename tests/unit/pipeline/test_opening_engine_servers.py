@@ -202,7 +202,7 @@ def broken_steps():
         raise OverflowError("too large")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longarc.engine.computing.decode", broken)
+        patch.setattr("longarc.engine.decoding.Decoding.decode", broken)
         yield
 
 
