@@ -278,6 +278,42 @@ async def test_weights_change_between_rounds_and_the_rest_is_sampled_by_the_new_
         assert both(await complete(engine)) == both(after)
 
 
+@pytest.mark.parametrize("extra", [{}, {"top_k": 50}])
+@pytest.mark.parametrize("on_update", ["recompute", "finish"])
+async def test_a_sequence_begins_again_or_ends_with_its_weights_as_it_asked(
+    on_update, extra, tmp_path
+):
+    path = tmp_path / "new.safetensors"
+    save_weights(apt_drafter(seed=4), str(path))
+    source = WeightSource(path=str(path), sha256=file_sha256(path))
+    async with make_engine() as engine:
+        undisturbed = ids_of(await complete(engine, **extra))
+        pieces = []
+        asked = Sampling(
+            max_new_tokens=60, stream_interval_tokens=4, seed=5, on_update=on_update, **extra
+        )
+        async for piece in engine.stream(PROMPT, asked, session_id="t"):
+            pieces.append(piece)
+            if len(pieces) == 2:
+                await engine.update_weights(source, policy_version=1)
+    num_old = sum(len(piece.token_ids) for piece in pieces if piece.policy_version == 0)
+    found = ids_of(pieces)
+    assert found[:num_old] == undisturbed[:num_old]
+    if on_update == "finish":
+        assert num_old == 60
+        return
+    assert 0 < num_old < 60
+    async with make_engine(apt_drafter(seed=4)) as engine:
+        rest = await complete(
+            engine,
+            PROMPT + found[:num_old],
+            max_new_tokens=60 - num_old,
+            num_sampled_before=num_old,
+            **extra,
+        )
+    assert ids_of(rest) == found[num_old:]
+
+
 async def test_an_update_of_the_same_weights_changes_nothing(tmp_path):
     path = tmp_path / "same.safetensors"
     save_weights(apt_drafter(), str(path))
