@@ -180,7 +180,8 @@ class Speculation(Decoding):
         for row, rows in enumerate(check.rows):
             main_BTV[row, : num_rows[row]] = main_NV[rows]
         seeds = [request.seed for request in requests]
-        positions_TB = np.arange(num_places)[:, None] + [r.draw_position for r in requests]
+        first_B = np.asarray([r.draw_position for r in requests], dtype=np.int64)
+        positions_TB = np.arange(num_places)[:, None] + first_B
         outcome = verified(
             main_BTV,
             draft_BDV,

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
+from engine_cases import LockStepEngine
 from longarc.config.engine import EngineConfig
-from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.sampler import Stream, uniforms
 from longarc.errors import ConfigError, EngineFaultError
 from longarc.models.build import build_model
@@ -40,7 +40,7 @@ def make_engine(
     **settings,
 ):
     settings = {"cache_tokens": 2048, "max_running": 4, "max_prefill_tokens": 32, **settings}
-    return EmbeddedEngine(
+    return LockStepEngine(
         apt_drafter() if model is None else model,
         EngineConfig(num_speculative_tokens=drafts, min_draft_probability=least, **settings),
         max_context_tokens=context,
