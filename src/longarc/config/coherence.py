@@ -224,6 +224,12 @@ def check_engine_fits(
     room = engine.max_running + engine.max_waiting
     for name, stage in stages.items():
         if isinstance(stage, RlConfig | DistillConfig):
+            on_update = stage.rollout.on_update
+            if on_update is not None and not isinstance(engine, EngineConfig):
+                raise ValueError(
+                    f"stage {name!r}: rollout.on_update={on_update!r} is for LongArc's own engine; engine.kind="
+                    f"{engine.kind!r} treats all sequences alike: set engine.on_update"
+                )
             if servers_of(engine):
                 continue  # their queues are their own; a full one pushes back
             key, wanted = "loop.max_concurrent_rollouts", stage.loop.max_concurrent_rollouts

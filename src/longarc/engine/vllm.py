@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
-from longarc.config.engine_clients import LEAST_VLLM_TEMPERATURE, UpdatePolicy
+from longarc.config.engine_clients import LEAST_VLLM_TEMPERATURE
 from longarc.engine.http_json import HttpJson, prometheus
 from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
 from longarc.engine.served import (
@@ -29,7 +29,7 @@ from longarc.engine.served import (
     finite,
 )
 from longarc.errors import ConfigError, EngineError, boundary
-from longarc.records.sampling import FinishReason, Sampling
+from longarc.records.sampling import FinishReason, Sampling, UpdatePolicy
 
 LOADER = "longarc_vllm_worker.WeightLoader"
 """``--worker-extension-cls`` of a server whose weights LongArc updates: a copy of ``vllm_worker.py``."""

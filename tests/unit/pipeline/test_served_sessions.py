@@ -112,7 +112,7 @@ def test_a_chat_server_whose_engine_fails_tells_its_client_and_ends_with_1(
     def broken(*_, **__):
         raise OverflowError("too large")
 
-    monkeypatch.setattr("longarc.engine.embedded.decode", broken)
+    monkeypatch.setattr("longarc.engine.computing.decode", broken)
     lines = _Lines()
     monkeypatch.setattr(sys, "stdout", lines)
     command = ["serve", str(run), "--port", "0", "--api-key", "secret"]
