@@ -23,7 +23,7 @@ _SIGNATURES: Final = {
     "pack_bf16": "piiiip",
     "packed_product": "iiippipi",
     "product": "iiiipiipiiipiiii",
-    "product_weight": "iiiipiipiipii",
+    "product_weight": "iiiipiipiipiii",
     "rms_norm": "iipipfpipi",
     "rms_norm_backward": "iipippipppi",
     "layer_norm": "iipippfpi",

@@ -6,6 +6,7 @@ rounded to bfloat16 and summed in fp32; gradients are those of fp32 products, as
 Shape letters: T rows, n heads, d width.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class _HeadProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, compute_dtype: ComputeDtype) -> Tensor:
         x = _dense_rows(x)
         ctx.save_for_backward(x, weight)
+        ctx.compute_dtype = compute_dtype
         heads, rows, _ = x.shape
         output = x.new_empty(rows, heads, weight.shape[1]).transpose(0, 1)
         product(x, weight, output, compute_dtype=compute_dtype)
@@ -55,10 +57,10 @@ class _HeadProduct(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = x.new_empty(rows, heads, inputs).transpose(0, 1)
-            product(grad, weight.mT, grad_x)
+            product(grad, weight.mT, grad_x, compute_dtype=ctx.compute_dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = weight.new_zeros(weight.shape)
-            add_weight_gradient(grad, x, grad_weight)
+            add_weight_gradient(grad, x, grad_weight, compute_dtype=ctx.compute_dtype)
         return grad_x, grad_weight, None
 
 
@@ -79,7 +81,9 @@ def product(
     )
 
 
-def add_weight_gradient(grad: Tensor, x: Tensor, grad_weight: Tensor) -> None:
+def add_weight_gradient(
+    grad: Tensor, x: Tensor, grad_weight: Tensor, *, compute_dtype: ComputeDtype = "float32"
+) -> None:
     """Add ``grad[b]^T x[b]`` to the contiguous ``grad_weight[b]``."""
     batches, rows, inputs = x.shape
     required().call(
@@ -88,6 +92,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, grad_weight: Tensor) -> None:
         *(grad, grad.stride(0), grad.stride(1)),
         *(x, x.stride(0), x.stride(1)),
         *(grad_weight, grad_weight.stride(0)),
+        compute_dtype == "bfloat16",
         torch.get_num_threads(),
     )
 
@@ -211,15 +216,18 @@ class _FeedForward(torch.autograd.Function):
         output = x.new_empty(rows, down.shape[0])
         product(activated[None], down[None], output[None], compute_dtype=compute_dtype)
         ctx.save_for_backward(x, gate, up, down, gate_up)
+        ctx.compute_dtype = compute_dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gate_up = ctx.saved_tensors
+        back = partial(product, compute_dtype=ctx.compute_dtype)
+        add = partial(add_weight_gradient, compute_dtype=ctx.compute_dtype)
         grad = _dense_rows(grad)
         rows, width = x.shape[0], gate.shape[0]
         grad_activated, activated = x.new_empty(rows, width), x.new_empty(rows, width)
-        product(grad[None], down.mT[None], grad_activated[None])
+        back(grad[None], down.mT[None], grad_activated[None])
         grad_gate_up = torch.empty_like(gate_up)
         required().call(
             "swiglu_backward",
@@ -228,10 +236,10 @@ class _FeedForward(torch.autograd.Function):
         )
         grad_gate, grad_up = torch.zeros_like(gate), torch.zeros_like(up)
         grad_down = torch.zeros_like(down)
-        add_weight_gradient(grad[None], activated[None], grad_down[None])
-        add_weight_gradient(grad_gate_up[None, :, :width], x[None], grad_gate[None])
-        add_weight_gradient(grad_gate_up[None, :, width:], x[None], grad_up[None])
+        add(grad[None], activated[None], grad_down[None])
+        add(grad_gate_up[None, :, :width], x[None], grad_gate[None])
+        add(grad_gate_up[None, :, width:], x[None], grad_up[None])
         grad_x, from_up = torch.empty_like(x), torch.empty_like(x)
-        product(grad_gate_up[None, :, :width], gate.mT[None], grad_x[None])
-        product(grad_gate_up[None, :, width:], up.mT[None], from_up[None])
+        back(grad_gate_up[None, :, :width], gate.mT[None], grad_x[None])
+        back(grad_gate_up[None, :, width:], up.mT[None], from_up[None])
         return grad_x.add_(from_up), grad_gate, grad_up, grad_down, None

@@ -77,6 +77,29 @@ Operand<Number> operand(const float* x, int64_t x_stride, int64_t num_rows, int6
     }
 }
 
+// Rows as a product takes them that sums down the rows: a row for each step of the sum.
+template <class Number>
+Operand<Number> operand_down(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, Scratch& scratch) {
+    const int64_t steps = steps_of<Number>(num_rows);
+    if constexpr (std::is_same_v<Number, float>) {
+        return {x, x_stride, steps};
+    } else {
+        Pair* rounded = scratch.numbers<Pair>(steps * width);
+        for (int64_t k = 0; k < num_rows; k += 2)
+            over_vectors(width, [&](int64_t i, int count) {
+                const float* even = x + k * x_stride + i;
+                const Vec odd = k + 1 < num_rows ? load_upto(even + x_stride, count) : Vec{};
+                const PairVec pairs = rounded_bits(load_upto(even, count)) >> 16 | rounded_bits(odd);
+                Pair* to = rounded + k / 2 * width + i;
+                if (count == LANES) return store(to, pairs);
+                Pair rest[LANES];
+                store(rest, pairs);
+                std::memcpy(to, rest, sizeof(Pair) * count);
+            });
+        return {rounded, width, steps};
+    }
+}
+
 // Packs LANES columns of a panel whose weights follow each other along the sum; returns how many were packed.
 inline int64_t pack_along(const float* from, int64_t out_stride, int64_t num_in, Pair* panel) {
     int64_t k = 0;
@@ -125,6 +148,26 @@ inline void pack(const float* weight, int64_t out_stride, int64_t in_stride, int
                     both[i] = from[c * out_stride + (k + i) * in_stride];
                 panel[k / 2 * PANEL + c] = Pair(pairs_of(load(both), Vec{})[0]);
             }
+    }
+}
+
+// dw += dy^T x, the weight gradient of y = x w^T; in blocks of rows and columns that stay in the cache.
+template <class Number>
+void add_weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy, int64_t dy_stride,
+                         const float* x, int64_t x_stride, float* dw) {
+    constexpr int64_t BLOCK = 512, SLICE = 1024;
+    thread_local Scratch scratch, rounded;
+    Number* panels = scratch.numbers<Number>(packed_size(num_in, BLOCK));
+    for (int64_t first = 0; first < num_rows; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, num_rows - first);
+        pack(x + first * x_stride, 1, x_stride, num_in, count, panels);
+        for (int64_t column = 0; column < num_out; column += SLICE) {
+            const int64_t columns = std::min(SLICE, num_out - column);
+            const Operand<Number> down =
+                operand_down<Number>(dy + first * dy_stride + column, dy_stride, count, columns, rounded);
+            gemm<Store::ADD, true>(columns, num_in, down.steps, down.rows, down.stride, panels, dw + column * num_in,
+                                   num_in);
+        }
     }
 }
 

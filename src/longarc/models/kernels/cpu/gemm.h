@@ -178,17 +178,4 @@ class Scratch {
     Floats memory_;
 };
 
-// dw += dy^T x, the weight gradient of y = x w^T; rows in blocks whose panels stay in the cache.
-inline void add_weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy, int64_t dy_stride,
-                                const float* x, int64_t x_stride, float* dw) {
-    constexpr int64_t BLOCK = 512;
-    thread_local Scratch scratch;
-    float* panels = scratch.floats(packed_size(num_in, BLOCK));
-    for (int64_t first = 0; first < num_rows; first += BLOCK) {
-        const int64_t count = std::min(BLOCK, num_rows - first);
-        pack(x + first * x_stride, 1, x_stride, num_in, count, panels);
-        gemm<Store::ADD, true>(num_out, num_in, count, dy + first * dy_stride, dy_stride, panels, dw, num_in);
-    }
-}
-
 }  // namespace longarc

@@ -11,11 +11,11 @@ using namespace longarc;
 namespace {
 
 template <class Number>
-void packed_product(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, const void* packed, float* y,
-                    int64_t num_threads) {
+void packed_product(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, int64_t x_stride,
+                    const void* packed, float* y, int64_t num_threads) {
     for_rows(num_rows, num_threads, [&](int64_t first, int64_t count) {
         thread_local Scratch rounded;
-        const Operand<Number> in = operand<Number>(x + first * num_in, num_in, count, num_in, rounded);
+        const Operand<Number> in = operand<Number>(x + first * x_stride, x_stride, count, num_in, rounded);
         gemm(count, num_out, in.steps, in.rows, in.stride, static_cast<const Number*>(packed), y + first * num_out,
              num_out);
     });
@@ -65,7 +65,7 @@ void logprobs_of(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x
             float* logits = scratch.floats(BLOCK * vocab);
             for (int64_t first = begin; first < begin + total; first += BLOCK) {
                 const int64_t count = std::min(BLOCK, begin + total - first);
-                packed_product<Number>(count, vocab, hidden, x + first * hidden, packed, logits, 1);
+                packed_product<Number>(count, vocab, hidden, x + first * hidden, hidden, packed, logits, 1);
                 for (int64_t r = 0; r < count; r++) reduce(logits + r * vocab, first + r);
             }
         });
@@ -90,9 +90,9 @@ void logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const fl
     const LogitBlock block(vocab);
     const int64_t stride = block.stride;
     thread_local Scratch back_scratch;
-    float* back = nullptr;
+    Number* back = nullptr;
     if (dx && packed) {
-        back = back_scratch.floats(packed_size(hidden, vocab));
+        back = back_scratch.numbers<Number>(packed_size(hidden, steps_of<Number>(vocab)));
         pack(w, 1, hidden, hidden, vocab, back);
     }
     for (int64_t first = 0; first < num_rows; first += block.rows) {
@@ -115,13 +115,13 @@ void logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const fl
                 });
                 z[targets[row]] += gradient;
             }
-            if (back) gemm(rows, hidden, vocab, part, stride, back, dx + (first + begin) * hidden, hidden);
+            if (back) packed_product<Number>(rows, hidden, vocab, part, stride, back, dx + (first + begin) * hidden, 1);
         });
-        if (dx && !packed) block.product_back(count, hidden, w, dx + first * hidden, num_threads);
+        if (dx && !packed) block.product_back<Number>(count, hidden, w, dx + first * hidden, num_threads);
         if (dw)
             for_rows(vocab, num_threads, [&](int64_t begin, int64_t rows) {
-                add_weight_gradient(count, rows, hidden, block.logits + begin, stride, x + first * hidden, hidden,
-                                    dw + begin * hidden);
+                add_weight_gradient<Number>(count, rows, hidden, block.logits + begin, stride, x + first * hidden,
+                                            hidden, dw + begin * hidden);
             });
     }
 }
@@ -171,7 +171,8 @@ void longarc_pack_bf16(const float* weight, int64_t out_stride, int64_t in_strid
 // y = x w^T for packed weights; in bfloat16, x is rounded here.
 void longarc_packed_product(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, const void* packed,
                             int64_t is_bf16, float* y, int64_t num_threads) {
-    (is_bf16 ? packed_product<Pair> : packed_product<float>)(num_rows, num_out, num_in, x, packed, y, num_threads);
+    (is_bf16 ? packed_product<Pair> : packed_product<float>)(num_rows, num_out, num_in, x, num_in, packed, y,
+                                                             num_threads);
 }
 
 // y[b] = x[b] w[b]^T for each of a batch of plain weights (heads), all strides free; in bfloat16, x and w are rounded.
@@ -185,11 +186,12 @@ void longarc_product(int64_t num_batches, int64_t num_rows, int64_t num_out, int
 // dw[b] += dy[b]^T x[b]; dw[b] is [out][in] without gaps.
 void longarc_product_weight(int64_t num_batches, int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy,
                             int64_t dy_batch, int64_t dy_row, const float* x, int64_t x_batch, int64_t x_row,
-                            float* dw, int64_t dw_batch, int64_t num_threads) {
+                            float* dw, int64_t dw_batch, int64_t is_bf16, int64_t num_threads) {
+    const auto add = is_bf16 ? add_weight_gradient<Pair> : add_weight_gradient<float>;
     for (int64_t b = 0; b < num_batches; b++)
         for_rows(num_out, num_threads, [&](int64_t first, int64_t count) {
-            add_weight_gradient(num_rows, count, num_in, dy + b * dy_batch + first, dy_row, x + b * x_batch, x_row,
-                                dw + b * dw_batch + first * num_in);
+            add(num_rows, count, num_in, dy + b * dy_batch + first, dy_row, x + b * x_batch, x_row,
+                dw + b * dw_batch + first * num_in);
         });
 }
 

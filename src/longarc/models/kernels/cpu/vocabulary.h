@@ -143,17 +143,19 @@ struct LogitBlock {
     }
 
     // y = logits w for `count` rows, summed over one slice of the vocabulary after another.
+    template <class Number>
     void product_back(int64_t count, int64_t hidden, const float* w, float* y, int64_t num_threads) const {
         for_rows(hidden, num_threads, [&](int64_t begin, int64_t columns) {
-            thread_local Scratch scratch;
-            float* panels = scratch.floats(packed_size(columns, SLICE));
+            thread_local Scratch scratch, rounded;
+            Number* panels = scratch.numbers<Number>(packed_size(columns, SLICE));
             for (int64_t first = 0; first < vocab; first += SLICE) {
                 const int64_t size = std::min(SLICE, vocab - first);
+                const Operand<Number> in = operand<Number>(logits + first, stride, count, size, rounded);
                 pack(w + first * hidden + begin, 1, hidden, columns, size, panels);
                 if (first == 0)
-                    gemm(count, columns, size, logits, stride, panels, y + begin, hidden);
+                    gemm(count, columns, in.steps, in.rows, in.stride, panels, y + begin, hidden);
                 else
-                    gemm<Store::ADD>(count, columns, size, logits + first, stride, panels, y + begin, hidden);
+                    gemm<Store::ADD>(count, columns, in.steps, in.rows, in.stride, panels, y + begin, hidden);
             }
         });
     }
