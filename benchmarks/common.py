@@ -28,6 +28,19 @@ DEEP_LLAMA = LlamaConfig(
 )
 """Five million parameters in the proportions of SmolLM2-135M: deep and thin, a third of its width."""
 
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    rope_theta=1e5,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+)
+"""The shape of SmolLM2-135M; speed does not depend on what the weights are."""
+
 
 def positive(text: str) -> int:
     """Read a number of things there has to be one of, as ``type`` of an option."""
