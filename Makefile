@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-training bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,12 +70,15 @@ $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine exact sandbox model grpo async; do \
+	@status=0; for name in engine training exact sandbox model grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
 bench-engine: $(STAMP_DEV) ## sampling and training speed, beside transformers
 	@$(BIN)/python benchmarks/engine.py $(BENCH)
+
+bench-training: $(STAMP_DEV) ## one training step of SmolLM2-135M's shape, in fp32 and in bf16
+	@$(BIN)/python benchmarks/training_smollm2.py $(BENCH)
 
 bench-exact: $(STAMP_DEV) ## do engine and trainer compute the same log-probabilities?
 	@$(BIN)/python benchmarks/exactness.py $(BENCH)

@@ -59,8 +59,8 @@ class _HeadProduct(torch.autograd.Function):
             grad_x = x.new_empty(rows, heads, inputs).transpose(0, 1)
             product(grad, weight.mT, grad_x, compute_dtype=ctx.compute_dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight.new_zeros(weight.shape)
-            add_weight_gradient(grad, x, grad_weight, compute_dtype=ctx.compute_dtype)
+            grad_weight = weight.new_empty(weight.shape)
+            weight_gradient(grad, x, grad_weight, compute_dtype=ctx.compute_dtype)
         return grad_x, grad_weight, None
 
 
@@ -81,10 +81,10 @@ def product(
     )
 
 
-def add_weight_gradient(
+def weight_gradient(
     grad: Tensor, x: Tensor, grad_weight: Tensor, *, compute_dtype: ComputeDtype = "float32"
 ) -> None:
-    """Add ``grad[b]^T x[b]`` to the contiguous ``grad_weight[b]``."""
+    """Set the contiguous ``grad_weight[b]`` to ``grad[b]^T x[b]``."""
     batches, rows, inputs = x.shape
     required().call(
         "product_weight",
@@ -223,7 +223,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gate_up = ctx.saved_tensors
         back = partial(product, compute_dtype=ctx.compute_dtype)
-        add = partial(add_weight_gradient, compute_dtype=ctx.compute_dtype)
+        of_weight = partial(weight_gradient, compute_dtype=ctx.compute_dtype)
         grad = _dense_rows(grad)
         rows, width = x.shape[0], gate.shape[0]
         grad_activated, activated = x.new_empty(rows, width), x.new_empty(rows, width)
@@ -234,11 +234,11 @@ class _FeedForward(torch.autograd.Function):
             *(rows, width, gate_up, grad_activated, grad_gate_up, activated),
             torch.get_num_threads(),
         )
-        grad_gate, grad_up = torch.zeros_like(gate), torch.zeros_like(up)
-        grad_down = torch.zeros_like(down)
-        add(grad[None], activated[None], grad_down[None])
-        add(grad_gate_up[None, :, :width], x[None], grad_gate[None])
-        add(grad_gate_up[None, :, width:], x[None], grad_up[None])
+        grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        grad_down = down.new_empty(down.shape)
+        of_weight(grad[None], activated[None], grad_down[None])
+        of_weight(grad_gate_up[None, :, :width], x[None], grad_gate[None])
+        of_weight(grad_gate_up[None, :, width:], x[None], grad_up[None])
         grad_x, from_up = torch.empty_like(x), torch.empty_like(x)
         back(grad_gate_up[None, :, :width], gate.mT[None], grad_x[None])
         back(grad_gate_up[None, :, width:], up.mT[None], from_up[None])

@@ -68,7 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, packed = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         required().call(
             "logprobs_backward",
             *(*hidden.shape[:1], weight.shape[0], weight.shape[1]),

@@ -151,13 +151,14 @@ inline void pack(const float* weight, int64_t out_stride, int64_t in_stride, int
     }
 }
 
-// dw += dy^T x, the weight gradient of y = x w^T; in blocks of rows and columns that stay in the cache.
-template <class Number>
-void add_weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy, int64_t dy_stride,
+// dw = dy^T x (or += with ADD), the weight gradient of y = x w^T; in blocks of rows and columns that stay in the cache.
+template <class Number, Store MODE>
+void weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy, int64_t dy_stride,
                          const float* x, int64_t x_stride, float* dw) {
     constexpr int64_t BLOCK = 512, SLICE = 1024;
     thread_local Scratch scratch, rounded;
     Number* panels = scratch.numbers<Number>(packed_size(num_in, BLOCK));
+    if (MODE == Store::SET && num_rows == 0) std::fill(dw, dw + num_out * num_in, 0.0f);
     for (int64_t first = 0; first < num_rows; first += BLOCK) {
         const int64_t count = std::min(BLOCK, num_rows - first);
         pack(x + first * x_stride, 1, x_stride, num_in, count, panels);
@@ -165,8 +166,8 @@ void add_weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, cons
             const int64_t columns = std::min(SLICE, num_out - column);
             const Operand<Number> down =
                 operand_down<Number>(dy + first * dy_stride + column, dy_stride, count, columns, rounded);
-            gemm<Store::ADD, true>(columns, num_in, down.steps, down.rows, down.stride, panels, dw + column * num_in,
-                                   num_in);
+            const auto multiply = first == 0 ? gemm<MODE, true, Number> : gemm<Store::ADD, true, Number>;
+            multiply(columns, num_in, down.steps, down.rows, down.stride, panels, dw + column * num_in, num_in);
         }
     }
 }

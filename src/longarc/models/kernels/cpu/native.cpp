@@ -81,7 +81,7 @@ void logprobs_of(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x
     }
 }
 
-// Gradients of the log-probabilities: dx is set, dw added to; either may be null. `packed` packs w, or is null as above.
+// Gradients of the log-probabilities: dx and dw are set; either may be null. `packed` packs w, or is null as above.
 // They reach the numbers that were rounded as if they had not been.
 template <class Number>
 void logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const float* x, const float* w,
@@ -95,6 +95,7 @@ void logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const fl
         back = back_scratch.numbers<Number>(packed_size(hidden, steps_of<Number>(vocab)));
         pack(w, 1, hidden, hidden, vocab, back);
     }
+    if (dw && num_rows == 0) std::fill(dw, dw + vocab * hidden, 0.0f);
     for (int64_t first = 0; first < num_rows; first += block.rows) {
         const int64_t count = std::min(block.rows, num_rows - first);
         if (!packed) block.product<Number>(count, hidden, x + first * hidden, w, num_threads);
@@ -120,8 +121,10 @@ void logprobs_backward(int64_t num_rows, int64_t vocab, int64_t hidden, const fl
         if (dx && !packed) block.product_back<Number>(count, hidden, w, dx + first * hidden, num_threads);
         if (dw)
             for_rows(vocab, num_threads, [&](int64_t begin, int64_t rows) {
-                add_weight_gradient<Number>(count, rows, hidden, block.logits + begin, stride, x + first * hidden,
-                                            hidden, dw + begin * hidden);
+                const auto multiply =
+                    first == 0 ? weight_gradient<Number, Store::SET> : weight_gradient<Number, Store::ADD>;
+                multiply(count, rows, hidden, block.logits + begin, stride, x + first * hidden, hidden,
+                         dw + begin * hidden);
             });
     }
 }
@@ -183,14 +186,14 @@ void longarc_product(int64_t num_batches, int64_t num_rows, int64_t num_out, int
                                                {w, w_batch, w_out, w_in}, y, y_batch, y_row, num_threads);
 }
 
-// dw[b] += dy[b]^T x[b]; dw[b] is [out][in] without gaps.
+// dw[b] = dy[b]^T x[b]; dw[b] is [out][in] without gaps.
 void longarc_product_weight(int64_t num_batches, int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy,
                             int64_t dy_batch, int64_t dy_row, const float* x, int64_t x_batch, int64_t x_row,
                             float* dw, int64_t dw_batch, int64_t is_bf16, int64_t num_threads) {
-    const auto add = is_bf16 ? add_weight_gradient<Pair> : add_weight_gradient<float>;
+    const auto set = is_bf16 ? weight_gradient<Pair, Store::SET> : weight_gradient<float, Store::SET>;
     for (int64_t b = 0; b < num_batches; b++)
         for_rows(num_out, num_threads, [&](int64_t first, int64_t count) {
-            add(num_rows, count, num_in, dy + b * dy_batch + first, dy_row, x + b * x_batch, x_row,
+            set(num_rows, count, num_in, dy + b * dy_batch + first, dy_row, x + b * x_batch, x_row,
                 dw + b * dw_batch + first * num_in);
         });
 }
