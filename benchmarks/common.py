@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,6 +59,15 @@ def _at_least(least: int, text: str) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"{number} is not at least {least}")
     return number
+
+
+def processor_s() -> float:
+    """Return the processor time [s] of this process and of those that share its gradients."""
+    ticks = 0
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Table:

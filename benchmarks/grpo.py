@@ -18,7 +18,6 @@ Usage: python benchmarks/grpo.py [--models small smollm2] [--threads 2] [--repea
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import statistics
 import sys
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LLAMA, SMOLLM2, PeerProcess, Table, positive
+from common import LLAMA, SMOLLM2, PeerProcess, Table, positive, processor_s
 from sampled import sampled_group, sampled_trajectory
 
 from longarc.algos.losses import ppo_clip
@@ -135,7 +134,7 @@ class OurSteps:
 
     async def take(self) -> Spent:
         """Take one step."""
-        started_s, cpu_started_s = time.perf_counter(), _processor_s()
+        started_s, cpu_started_s = time.perf_counter(), processor_s()
         step = self._trainer.policy_version
         async with asyncio.TaskGroup() as tasks:
             members = [
@@ -155,7 +154,7 @@ class OurSteps:
         await self._engine.update_weights(source, policy_version=report.policy_version)
         spent = Spent(
             time.perf_counter() - started_s,
-            _processor_s() - cpu_started_s,
+            processor_s() - cpu_started_s,
             sampling_s=sampled_s - started_s,
             training_s=trained_s - sampled_s,
         )
@@ -173,15 +172,6 @@ class OurSteps:
             logprobs += piece.logprobs
         version = self._trainer.policy_version
         return sampled_trajectory(session_id, prompt, ids, logprobs, version)
-
-
-def _processor_s() -> float:
-    """Return the processor time [s] of this process and of those that share its gradients."""
-    ticks = 0
-    for child in multiprocessing.active_children():
-        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # user and system
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Peer:

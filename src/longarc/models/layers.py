@@ -14,7 +14,7 @@ from longarc.errors import ContractError
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
 from longarc.models.rope import amplitude, inverse_frequencies
-from longarc.models.rounding import rounded
+from longarc.models.rounding import product
 
 ROW_MULTIPLE = 32
 """Row counts of all row-wise work are multiples of this.
@@ -73,10 +73,12 @@ class Linear(nn.Linear):
         """Return ``x weight^T``, plus the bias where there is one."""
         if native_for(x, self.weight):
             # The bias is added to the finished product, as in decoding: the same sums, the same bits.
-            product = native_rows.linear(x, self.weight, compute_dtype=self._compute_dtype)
-            return product if self.bias is None else product + self.bias
-        dtype = self._compute_dtype
-        return F.linear(rounded(x, dtype), rounded(self.weight, dtype), self.bias)
+            summed = native_rows.linear(x, self.weight, compute_dtype=self._compute_dtype)
+        elif self._compute_dtype == "float32":
+            return F.linear(x, self.weight, self.bias)
+        else:
+            summed = product(x, self.weight, self._compute_dtype)
+        return summed if self.bias is None else summed + self.bias
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels import vocabulary as native_vocabulary
 from longarc.models.kernels.native import native_for
 from longarc.models.layers import ROW_MULTIPLE, check_ids, pad_rows, padded_rows
-from longarc.models.rounding import rounded
+from longarc.models.rounding import product, rounded
 
 LOGIT_FLOATS = 1 << 25
 """Logits that exist at a time where nobody chooses a chunk [numbers]; a few times that is the peak."""
@@ -28,8 +28,7 @@ def project_logits(
     """Return logits in fp32 or better; a token's row does not depend on how many rows there are."""
     if native_for(hidden, weight):
         return native_rows.linear(hidden, weight, compute_dtype=compute_dtype)
-    padded = rounded(pad_rows(hidden, padded_rows(len(hidden))), compute_dtype)
-    logits = padded @ rounded(weight, compute_dtype).mT
+    logits = product(pad_rows(hidden, padded_rows(len(hidden))), weight, compute_dtype)
     return logits[: len(hidden)].to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -140,6 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, *_rest = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
+        factor = rounded(weight, ctx.compute_dtype)
         for start in range(0, len(hidden), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             logits = project_logits(hidden[chunk], weight, compute_dtype=ctx.compute_dtype)
@@ -147,9 +147,9 @@ class _TokenLogprobs(torch.autograd.Function):
             scale = (grad[chunk] / ctx.temperature)[:, None]
             grad_logits = logits.sub_(log_sum[chunk, None]).exp_().mul_(-scale)
             grad_logits.scatter_add_(1, targets[chunk, None], scale)
-            grad_logits = grad_logits.to(weight.dtype)
+            grad_logits = rounded(grad_logits.to(weight.dtype), ctx.compute_dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = grad_logits @ weight
+                grad_hidden[chunk] = grad_logits @ factor
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.mT, hidden[chunk])
+                grad_weight.addmm_(grad_logits.mT, rounded(hidden[chunk], ctx.compute_dtype))
         return grad_hidden, grad_weight, None, None, None, None, None

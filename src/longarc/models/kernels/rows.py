@@ -1,8 +1,8 @@
 """Row-wise operations with gradients: product, norm, rotation, feed-forward, and the product per head.
 
 Their eager twins are the plain torch expressions in ``longarc.models``. All inputs are fp32 on the CPU;
-the callers check that with ``native_for``. With ``compute_dtype="bfloat16"`` the factors of a forward product are
-rounded to bfloat16 and summed in fp32; gradients are those of fp32 products, as if nothing had been rounded.
+the callers check that with ``native_for``. With ``compute_dtype="bfloat16"`` the factors of a product, in backward
+too, are rounded to bfloat16; what it sums, gradients included, is fp32.
 Shape letters: T rows, n heads, d width.
 """
 

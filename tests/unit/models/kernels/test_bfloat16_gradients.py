@@ -5,6 +5,8 @@ import torch
 
 from longarc.models.kernels import rows, vocabulary
 from longarc.models.kernels.native import native
+from longarc.models.projection import token_logprobs
+from longarc.models.rounding import product
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
 
@@ -44,6 +46,13 @@ def test_both_gradients_are_products_of_rounded_factors_summed_in_float32(
     grad_x, grad_weight = gradients(linear, grad, x, weight)
     assert_sums_of_float32(grad_x, rounded(grad) @ rounded(weight))
     assert_sums_of_float32(grad_weight, rounded(grad).mT @ rounded(x))
+
+
+def test_the_eager_twin_rounds_the_same_factors():
+    x, weight, grad = random(33, 20), random(40, 20, seed=1), random(33, 40, seed=2)
+    twin = gradients(lambda x, weight: product(x, weight, "bfloat16"), grad, x, weight)
+    for ours, eager in zip(gradients(linear, grad, x, weight), twin, strict=True):
+        assert_sums_of_float32(ours, eager.double())
 
 
 def test_gradients_do_not_depend_on_the_number_of_threads():
@@ -124,3 +133,17 @@ def test_the_projection_is_as_near_to_exact_gradients_as_bfloat16_is(packed_floa
         strict=True,
     ):
         assert (ours - reference).norm() / reference.norm() < 1e-5
+
+
+def test_the_eager_projection_rounds_the_same_factors(monkeypatch):
+    hidden, weight = random(50, 24), random(300, 24, seed=1)
+    grad = random(50, seed=2)
+
+    def logprobs(hidden, weight):
+        return token_logprobs(hidden, weight, torch.arange(50), compute_dtype="bfloat16")[0]
+
+    ours = gradients(logprobs, grad, hidden, weight)
+    monkeypatch.setenv("LONGARC_NATIVE", "0")
+    for found, eager in zip(ours, gradients(logprobs, grad, hidden, weight), strict=True):
+        # A probability that lies between two numbers of bfloat16 may tip to either.
+        assert (found - eager).norm() / eager.norm() < 1e-3
