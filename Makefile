@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-training bench-exact bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,7 +70,7 @@ $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine training exact sandbox model grpo async; do \
+	@status=0; for name in engine training exact update sandbox model grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
@@ -82,6 +82,9 @@ bench-training: $(STAMP_DEV) ## one training step of SmolLM2-135M's shape, in fp
 
 bench-exact: $(STAMP_DEV) ## do engine and trainer compute the same log-probabilities?
 	@$(BIN)/python benchmarks/exactness.py $(BENCH)
+
+bench-update: $(STAMP_DEV) models/smollm2-135m/config.json ## weights that change while 32 sequences run: pause, versions
+	@$(BIN)/python benchmarks/weight_update.py $(BENCH)
 
 bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
 	@$(BIN)/python benchmarks/sandbox.py $(BENCH)

@@ -1,13 +1,15 @@
 """Settings of the rollout engine: embedded, or servers behind the router."""
 
 import re
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from longarc.config.routing import RoutingConfig
 from longarc.config.settings import Settings
 from longarc.errors import ConfigError
+
+WeightQuantisation: TypeAlias = Literal["none", "fp8"]
 
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
@@ -31,6 +33,12 @@ class EngineConfig(Settings):
     """Prompt tokens computed between two decode steps [tokens]; bounds how long decoding waits."""
     num_threads: int = Field(1, ge=1)
     """Compute threads of the engine; engine and trainer threads together must not exceed the cores."""
+
+    weight_quantisation: WeightQuantisation = "none"
+    """``fp8``: sample with what FP8 (e4m3, a scale for each block of 128 x 128) leaves of the matrices of attention and
+    feed-forwards. It simulates rollouts of an FP8 server: numbers are rounded, nothing becomes faster or smaller, and the
+    trainer's own weights are not touched, so their difference is in the run's ``mismatch`` figures. Evaluations and
+    ``longarc serve`` sample with it too."""
 
     servers: tuple[str, ...] = ()
     """Addresses (``http://host:port``) of servers that ``longarc serve --engine-only`` runs. RL and

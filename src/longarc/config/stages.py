@@ -9,7 +9,7 @@ from longarc.config.model import MAX_DEPTHS, AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
-from longarc.records.sampling import MIN_TEMPERATURE
+from longarc.records.sampling import MIN_TEMPERATURE, UpdatePolicy
 
 
 def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
@@ -283,6 +283,10 @@ class RolloutConfig(Settings):
     """Budget of one turn [tokens]."""
     max_context_tokens: int = Field(1024, ge=16)
     """Budget of a whole rollout, prompts and observations included [tokens]."""
+    on_update: UpdatePolicy | None = None
+    """A turn that is being sampled when new weights arrive goes on under them with its old cache (``continue``), computes
+    its cache again before it goes on (``recompute``), or ends under the old weights, for which the engine keeps a second copy
+    and further updates wait (``finish``). None leaves it to the engine: the embedded one continues."""
 
     @field_validator("temperature")
     @classmethod
@@ -405,6 +409,15 @@ class EvalConfig(Settings):
     """Wall-clock budget of one rollout [seconds]."""
     rollout: RolloutConfig = RolloutConfig()
     """How the policy is sampled: the training temperature."""
+
+    @model_validator(mode="after")
+    def _weights_stay(self) -> Self:
+        if self.rollout.on_update is not None:
+            raise ValueError(
+                f"rollout.on_update={self.rollout.on_update!r} has no effect in an evaluation, whose weights never "
+                f"change; leave it out"
+            )
+        return self
 
 
 def takes_turns(stage: RlConfig | DistillConfig) -> bool:

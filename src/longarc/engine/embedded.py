@@ -16,60 +16,56 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
-import numpy as np
 import torch
 
 from longarc.config.engine import EngineConfig
-from longarc.engine.decoding import decode, drawn
+from longarc.engine.computing import StepComputer, StepSettings
 from longarc.engine.request import Request, check_scoring, checked_prompt
 from longarc.engine.sampler import seed_of_request
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
 from longarc.engine.stop_strings import TokenBytes
+from longarc.engine.weights import EngineWeights, WeightStore, WeightUpdate
 from longarc.errors import (
-    ContractError,
     EngineBusyError,
     EngineError,
     EngineFaultError,
     EngineLostError,
     EngineRequestError,
     LongArcError,
-    WeightsRefusedError,
     boundary,
 )
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_weights import load_weights
-from longarc.models.kernels.steps import Drawn, Interrupt
+from longarc.models.fp8 import round_to_fp8
+from longarc.models.kernels.steps import Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
 from longarc.models.threads import set_compute_threads
 from longarc.records.sampling import (
     EngineHealth,
-    FinishReason,
     SampledTokens,
     Sampling,
     WeightSource,
 )
-from longarc.runs.checkpoint import file_sha256
 
 _log = logging.getLogger(__name__)
 
-_MAX_STEPS = 16
-"""Decode steps in one call; who wants a turn interrupts it, so this only bounds how old `health` can be."""
-
 
 @dataclass(slots=True)
-class _Counters:
-    sampled: int = 0
-    busy_s: float = 0.0
+class _Updates:
+    """What weight updates have cost so far."""
+
+    num: int = 0
+    total_s: float = 0.0
+    pause_s: float = 0.0
+    max_pause_s: float = 0.0
 
 
 class EmbeddedEngine:
@@ -90,7 +86,7 @@ class EmbeddedEngine:
         """Take over ``model``.
 
         Args:
-            model: is only read, but for new weights.
+            model: is only read, but for new weights and for their rounding.
             config: see the fields.
             max_context_tokens: longest prompt and completion together [tokens].
             policy_version: version [optimizer steps] of the weights.
@@ -104,36 +100,53 @@ class EmbeddedEngine:
         """
         num_pages = config.num_pages_for(max_context_tokens)
         self._token_bytes = token_bytes
-        self._model = model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        alter = round_to_fp8 if config.weight_quantisation == "fp8" else None
+        if alter is not None:
+            alter(model)
+        self._vocab_size = model.config.vocab_size
         self._config = config
         self._max_context_tokens = max_context_tokens
-        self._version = policy_version
-        self._num_updates = 0
+        self._updates = _Updates()
         self._attention: Literal["dense", "sparse"] = attention
         self._seed = seed
         self._clock = clock
-        self._cache = model.new_cache(
+        cache = model.new_cache(
             # A sequence that ended keeps its seat where layers remember instead of keeping rows.
             config.max_running + config.max_running // 2,
             max_context_tokens,
             num_pages=num_pages,
             page_tokens=config.page_tokens,
         )
-        # Its queue is bounded by config.max_waiting.
-        self._scheduler = Scheduler(
-            SeatTable(self._cache, salt=self._salt()), max_running=config.max_running
-        )
-        self._pending_weights: deque[tuple[WeightSource, int, asyncio.Future[None]]] = deque()
-        self._wake = asyncio.Event()
-        self._interrupt = Interrupt()
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=self._set_threads
+        )
+        self._weights = WeightStore(
+            EngineWeights(model, cache, policy_version),
+            settle=self._settle,
+            on_loaded=partial(self._call_soon, self._notify),
+            alter=alter,
+        )
+        # Its queue is bounded by config.max_waiting.
+        self._scheduler = Scheduler(
+            SeatTable(cache, salt=self._salt()), max_running=config.max_running
+        )
+        self._wake = asyncio.Event()
+        self._interrupt = Interrupt()
+        self._computer = StepComputer(
+            self._scheduler,
+            StepSettings(
+                attention=attention,
+                max_prefill_tokens=config.max_prefill_tokens,
+                interrupt=self._interrupt,
+            ),
+            deliver=self._deliver,
         )
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._has_failed = asyncio.Event()
         self._num_requests = 0
-        self._counters = _Counters()
+        self._busy_s = 0.0
         self._instance_id = secrets.token_hex(8)
 
     def _set_threads(self) -> None:
@@ -161,11 +174,12 @@ class EmbeddedEngine:
             self._driver = None
         # The step that is being computed ends first: what it works on is about to go.
         self._interrupt.set()
+        # Weights and cache go now and not when the garbage collector comes by: they can be gigabytes, and another
+        # engine may follow.
+        self._weights.close()
         self._pool.shutdown(wait=True)
         self._fail_all(self._failure)
-        # Now and not when the garbage collector comes by: it can be gigabytes, and another engine may follow.
         with contextlib.suppress(AttributeError):  # closed before
-            del self._cache
             self._scheduler.seats.close()
 
     @property
@@ -204,18 +218,28 @@ class EmbeddedEngine:
             token_ids,
             temperature,
             max_context_tokens=self._max_context_tokens,
-            vocab_size=self._model.config.vocab_size,
+            vocab_size=self._vocab_size,
         )
         loop = asyncio.get_running_loop()
         self._interrupt.set()
-        return await loop.run_in_executor(self._pool, self._score, list(token_ids), temperature)
+        # The model in use now, however many updates come before its turn.
+        model = self._weights.current.model
+        return await loop.run_in_executor(
+            self._pool, self._score, model, list(token_ids), temperature
+        )
 
     async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
-        """Swap the weights between two decode steps; returns when the new ones are in use."""
+        """Read weights while decoding goes on, and swap them between two decode steps.
+
+        Returns when they are in use. As long as sequences end with weights of before (``Sampling.on_update`` says
+        which), the next ones wait.
+
+        Raises:
+            WeightsRefusedError: they are not what was announced, or not this model's; the old ones stay in use.
+        """
         if self._failure is not None:
             raise self._failure
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending_weights.append((source, policy_version, done))
+        done = self._weights.ask(source, policy_version=policy_version, now_s=self._clock())
         self._notify()
         await done
 
@@ -224,10 +248,10 @@ class EmbeddedEngine:
         scheduler, seats = self._scheduler, self._scheduler.seats
         return EngineHealth(
             is_ready=self._failure is None and self._driver is not None,
-            policy_version=self._version,
+            policy_version=self._weights.policy_version,
             num_running=scheduler.num_active,
             num_waiting=scheduler.num_waiting,
-            num_sampled_tokens=self._counters.sampled,
+            num_sampled_tokens=self._computer.num_sampled,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
@@ -235,7 +259,11 @@ class EmbeddedEngine:
             num_free_pages=seats.pages.num_free,
             num_cached_pages=seats.pages.num_cached + seats.num_kept,
             num_used_pages=seats.pages.num_used - seats.num_kept,
-            busy_s=self._counters.busy_s,
+            num_updates=self._updates.num,
+            update_s=self._updates.total_s,
+            update_pause_s=self._updates.pause_s,
+            max_update_pause_s=self._updates.max_pause_s,
+            busy_s=self._busy_s,
             instance_id=self._instance_id,
         )
 
@@ -260,7 +288,7 @@ class EmbeddedEngine:
             prompt_ids,
             sampling,
             max_context_tokens=self._max_context_tokens,
-            vocab_size=self._model.config.vocab_size,
+            vocab_size=self._vocab_size,
         )
         # Who waits for pages though there is a seat does not count: the engine promised to take as many.
         num_waiting = (
@@ -309,7 +337,7 @@ class EmbeddedEngine:
         """Compute a step. One of its requests may be what cannot be computed, and would fail anywhere."""
         try:
             with boundary(EngineFaultError, "the engine failed"):
-                await loop.run_in_executor(self._pool, self._compute)
+                await loop.run_in_executor(self._pool, self._step, self._weights.current)
         except EngineFaultError as error:
             if isinstance(error.__cause__, MemoryError | OSError):  # it is the machine
                 raise EngineLostError(str(error)) from error.__cause__
@@ -317,8 +345,8 @@ class EmbeddedEngine:
 
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._interrupt.clear()
-        await self._apply_weights(loop)
         self._scheduler.drop_cancelled()
+        self._update_weights()
         self._scheduler.admit()
         if self._scheduler.num_active:
             await self._computed(loop)
@@ -326,163 +354,88 @@ class EmbeddedEngine:
             await asyncio.sleep(0)
             return
         self._wake.clear()
-        if not self._scheduler.num_waiting and not self._pending_weights:
+        if not self._scheduler.num_waiting and not self._weights.is_due:
             await self._wake.wait()
 
-    async def _apply_weights(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._pending_weights:
-            source, version, done = self._pending_weights.popleft()
-            try:
-                await loop.run_in_executor(self._pool, self._load, source)
-            except (ContractError, OSError) as error:
-                if not done.done():
-                    done.set_exception(
-                        WeightsRefusedError(f"weights {version} were not loaded: {error}")
-                    )
+    def _update_weights(self) -> None:
+        """Swap weights that are loaded, let go of those that nobody computes with, and have the next ones loaded."""
+        taken = self._weights.take()
+        if taken is not None:
+            self._swap(*taken)
+        held = self._weights.held
+        if held is not None and all(r.weights is not held for r in self._scheduler.begun()):
+            self._weights.give_back(held)
+        self._weights.begin()
+
+    def _swap(self, update: WeightUpdate, before: EngineWeights) -> None:
+        """Compute with other weights from now on, but for the sequences that end with those of before."""
+        started_s = self._clock()
+        self._updates.num += 1
+        self._scheduler.seats.renew(self._salt())
+        begun = self._scheduler.begun()
+        for request in begun:
+            if request.sampling.on_update == "finish":
+                request.weights = before
                 continue
-            for request in self._scheduler.begun():
-                self._send(request, None)
-            self._version = version
-            self._num_updates += 1
-            self._scheduler.seats.renew(self._salt())
-            if not done.done():
-                done.set_result(None)
+            self._computer.send(request, None)
+            if request.sampling.on_update == "recompute" and request.seat is not None:
+                self._scheduler.restart(request, is_sound=False)
+        if any(request.weights is before for request in begun):
+            self._weights.hold(before)
+        else:
+            self._weights.give_back(before)
+        ended_s = self._clock()
+        pause_s, total_s = ended_s - started_s if begun else 0.0, ended_s - update.asked_s
+        self._updates.total_s += total_s
+        self._updates.pause_s += pause_s
+        self._updates.max_pause_s = max(self._updates.max_pause_s, pause_s)
+        _log.info(
+            "weights %d are in use %.3f s after they were announced; %d sequences paused for %.1f ms",
+            *(update.policy_version, total_s, len(begun), 1000 * pause_s),
+        )
+        if not update.done.done():
+            update.done.set_result(None)
+
+    def _settle(self) -> None:
+        """Wait until nothing computes that began before; called from another thread."""
+        self._pool.submit(lambda: None).result()
 
     def _salt(self) -> str:
         """Name the weights; versions may come twice, after a resume for example."""
-        return f"{self._num_updates}:{self._version}"
+        return f"{self._updates.num}:{self._weights.policy_version}"
 
     def _fail_all(self, error: EngineError, *, fault: EngineError | None = None) -> None:
         """End all requests with ``error``; those of the step that failed with ``fault`` where there is one."""
         computed = {id(r) for r in (*self._scheduler.prefilling, *self._scheduler.running)}
         for request in self._scheduler.clear():
             request.pieces.put_nowait(fault if fault and id(request) in computed else error)
-        while self._pending_weights:
-            _, _, done = self._pending_weights.popleft()
-            if not done.done():
-                done.set_exception(error)
+        self._weights.fail_all(error)
 
     # Arithmetic: only ever in the worker thread, while the event loop leaves the state alone ------
 
     @torch.inference_mode()
-    def _score(self, token_ids: list[int], temperature: float) -> list[float]:
+    def _score(self, model: Decoder, token_ids: list[int], temperature: float) -> list[float]:
         ids = torch.tensor(token_ids)
-        output = self._model(ids, Layout.documents([len(token_ids)]), attention=self._attention)
+        output = model(ids, Layout.documents([len(token_ids)]), attention=self._attention)
         logprobs, _ = token_logprobs(
             output.hidden[:-1],
-            self._model.output_weight,
+            model.output_weight,
             ids[1:],
             temperature=temperature,
-            compute_dtype=self._model.compute_dtype,
+            compute_dtype=model.compute_dtype,
         )
         return [0.0, *logprobs.tolist()]
 
-    def _load(self, source: WeightSource) -> None:
-        with boundary(ContractError, f"reading {source.path!r}"):
-            found = file_sha256(Path(source.path))
-        if found != source.sha256:
-            raise ContractError(
-                f"{source.path} has digest {found[:12]}, announced was {source.sha256[:12]}; publish again"
-            )
-        load_weights(self._model, source.path)
-
-    @torch.inference_mode()
-    def _compute(self) -> None:
+    def _step(self, current: EngineWeights) -> None:
         started = self._clock()
-        if self._scheduler.prefilling:
-            self._prefill()
-        if self._scheduler.running:
-            self._decode()
-        self._counters.busy_s += self._clock() - started
-
-    def _prefill(self) -> None:
-        chunks = self._scheduler.chunks(self._config.max_prefill_tokens)
-        seats = [chunk.request.used_seat() for chunk in chunks]
-        hidden = self._model.extend(
-            torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks])),
-            [seat.index for seat in seats],
-            [seat.length for seat in seats],
-            [len(chunk.tokens) for chunk in chunks],
-            self._cache,
-            attention=self._attention,
-            ends_only=True,
-        )
-        complete = [row for row, chunk in enumerate(chunks) if self._scheduler.note_computed(chunk)]
-        if complete:
-            requests = [chunks[row].request for row in complete]
-            logits = self._model.logits(hidden[complete], self._cache)
-            self._record_all(requests, drawn(logits, requests))
-
-    def _decode(self) -> None:
-        # Another prefill is due: a single step, so that the others do not wait for it longer than before.
-        max_steps = 1 if self._scheduler.prefilling else _MAX_STEPS
-        max_steps = self._scheduler.make_room(max_steps)
-        requests = list(self._scheduler.running)
-        drawn = decode(
-            self._model,
-            self._cache,
-            requests,
-            attention=self._attention,
-            max_steps=max_steps,
-            interrupt=self._interrupt,
-        )
-        for request, token_ids in zip(requests, drawn.tokens.T.tolist(), strict=True):
-            self._scheduler.seats.write(request.used_seat(), [request.last_token, *token_ids[:-1]])
-        self._record_all(requests, drawn)
-
-    def _record_all(self, requests: list[Request], drawn: Drawn) -> None:
-        self._counters.sampled += drawn.tokens.numel()
-        all_tokens, all_logprobs = drawn.tokens.T.tolist(), drawn.logprobs.T.tolist()
-        for index, request in enumerate(requests):
-            token_ids, logprobs = all_tokens[index], all_logprobs[index]
-            if bool(drawn.is_finite[index]):
-                kept = drawn.kept_ids[index : index + 1]
-                raw = drawn.raw_logprobs[index : index + 1]
-                self._record(request, token_ids, logprobs, kept, raw)
-                continue
-            # Only native steps make several, and they neither leave tokens out nor tell raw log-probabilities.
-            self._record(request, token_ids[:-1], logprobs[:-1], (), ())
-            self._finish(
-                request,
-                EngineFaultError(
-                    f"logits are not finite at token {request.num_sampled} of session {request.session_id}, "
-                    f"policy version {self._version}"
-                ),
-            )
-
-    def _record(
-        self,
-        request: Request,
-        token_ids: list[int],
-        logprobs: list[float],
-        kept_ids: Sequence[tuple[int, ...]],
-        raw_logprobs: Sequence[float],
-    ) -> None:
-        """Note what was sampled; only the last of the tokens can end the completion."""
-        if not token_ids:
-            return
-        request.unsent_version = self._version
-        request.note(token_ids, logprobs, kept_ids, raw_logprobs)
-        ending = request.ending()
-        if ending is not None:
-            self._finish(request, ending)
-        elif len(request.unsent_ids) >= request.sampling.stream_interval_tokens > 0:
-            self._send(request, None)
-
-    def _finish(self, request: Request, ending: FinishReason | EngineError) -> None:
-        # Rows behind logits that are not finite may be at fault themselves.
-        self._scheduler.finish(request, is_sound=not isinstance(ending, EngineError))
-        self._send(request, ending)
-
-    def _send(self, request: Request, ending: FinishReason | EngineError | None) -> None:
-        """Hand over what was sampled since the last piece; called from the worker and the event loop."""
-        if request.unsent_ids or isinstance(ending, str):
-            reason = ending if isinstance(ending, str) else None
-            self._deliver(request, request.piece(request.unsent_version, reason))
-        if isinstance(ending, EngineError):
-            self._deliver(request, ending)
+        self._computer.step(current)
+        self._busy_s += self._clock() - started
 
     def _deliver(self, request: Request, item: SampledTokens | EngineError) -> None:
+        self._call_soon(request.pieces.put_nowait, item)
+
+    def _call_soon(self, work: Callable[..., object], *args: object) -> None:
+        """Let the event loop do something; called from any thread."""
         loop = self._driver.get_loop() if self._driver is not None else None
         if loop is not None:
-            loop.call_soon_threadsafe(request.pieces.put_nowait, item)
+            loop.call_soon_threadsafe(work, *args)

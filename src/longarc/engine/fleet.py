@@ -108,7 +108,8 @@ class Fleet:
         except TimeoutError as error:
             states = ", ".join(f"{worker.name} is {worker.state}" for worker in self.workers)
             raise EngineLostError(
-                f"no engine took requests for {self._config.patience_s:g} s: {states}"
+                f"no engine took requests for {self._config.patience_s:g} s: {states}. Start a server again and resume, or "
+                f"raise engine.routing.patience_s"
             ) from error
 
     def touch(self, session_id: str) -> None:
@@ -198,6 +199,10 @@ class Fleet:
             num_cached_tokens=sum(health.num_cached_tokens for health in found),
             num_recomputed_tokens=sum(health.num_recomputed_tokens for health in found),
             num_preemptions=sum(health.num_preemptions for health in found),
+            num_updates=sum(health.num_updates for health in found),
+            update_s=sum(health.update_s for health in found),
+            update_pause_s=sum(health.update_pause_s for health in found),
+            max_update_pause_s=max((health.max_update_pause_s for health in found), default=0.0),
             num_free_pages=sum(health.num_free_pages for health in serving),
             num_cached_pages=sum(health.num_cached_pages for health in serving),
             num_used_pages=sum(health.num_used_pages for health in serving),

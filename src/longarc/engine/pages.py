@@ -29,8 +29,8 @@ class Prefix:
     """Tokens of it."""
     pages: tuple[int, ...]
     """Full pages, which can be shared."""
-    key: bytes
-    """Of the last of them; the salt's where there is none."""
+    key: bytes | None
+    """Of the last of them; the salt's where there is none. None where nobody may find what follows."""
     partial_page: int = NO_PAGE
     """Page that holds what follows, up to ``length``, and then something else or nothing; it can be copied."""
 

@@ -35,6 +35,22 @@ _ENGINE: dict[str, tuple[str, _Kind, str]] = {
         "gauge",
         "Share of the prompt tokens asked for that did not have to be computed.",
     ),
+    "num_updates": ("weight_updates_total", "counter", "Weight updates that came into use."),
+    "update_s": (
+        "weight_update_seconds_total",
+        "counter",
+        "Time between asking for new weights and their use.",
+    ),
+    "update_pause_s": (
+        "weight_update_pause_seconds_total",
+        "counter",
+        "Time in which no sequence was decoded because weights were swapped.",
+    ),
+    "max_update_pause_s": (
+        "weight_update_pause_seconds_max",
+        "gauge",
+        "The longest such pause of one update.",
+    ),
     "busy_s": ("busy_seconds_total", "counter", "Time spent computing."),
 }
 """What `EngineHealth` tells: name behind ``longarc_engine_``, kind and help."""

@@ -10,6 +10,7 @@ import numpy as np
 from longarc.engine.pages import Ids
 from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
+from longarc.engine.weights import EngineWeights
 from longarc.errors import ContractError, EngineError, EngineRequestError
 from longarc.records.sampling import MIN_TEMPERATURE, FinishReason, SampledTokens, Sampling
 
@@ -39,6 +40,8 @@ class Request:
     unsent_kept: list[tuple[int, ...]] = field(default_factory=list)
     unsent_raw: list[float] = field(default_factory=list)
     unsent_version: int = 0
+    weights: EngineWeights | None = None
+    """Older ones that it ends with; None where it goes along with updates."""
     stop_strings: StopStrings | None = None
     has_sent: bool = False
     is_cancelled: bool = False

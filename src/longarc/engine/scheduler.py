@@ -111,8 +111,9 @@ class Scheduler:
         if self.num_active >= self._max_running:
             return _Admission.NO_ROOM
         tokens = request.tokens()
-        prefix = self.seats.find(tokens)
-        if self.seats.can_branch and self._is_being_computed(tokens, prefix.length):
+        is_held = request.weights is not None
+        prefix = self.seats.nothing() if is_held else self.seats.find(tokens)
+        if self.seats.can_branch and not is_held and self._is_being_computed(tokens, prefix.length):
             return _Admission.WAITS_FOR_PREFILL
         # Others may soon need a page; whoever took the last one would be preempted at once.
         seat = self.seats.take(tokens, prefix, num_spare=self._num_growing())
@@ -200,19 +201,28 @@ class Scheduler:
         return sum(self.seats.num_lacking(seat, seat.length + steps) for seat in seats)
 
     def _preempt(self, request: Request) -> None:
-        (self.running if request in self.running else self.prefilling).remove(request)
-        self._release(request)
-        self.preempted.append(request)
+        self.restart(request)
         self.num_preemptions += 1
 
+    def restart(self, request: Request, *, is_sound: bool = True) -> None:
+        """Take the pages of a sequence, which computes what is missing of its rows before it goes on.
+
+        Args:
+            request: has a seat.
+            is_sound: whether what it leaves in the cache may serve others, and itself.
+        """
+        (self.running if request in self.running else self.prefilling).remove(request)
+        self._release(request, is_sound=is_sound)
+        self.preempted.append(request)
+
     def finish(self, request: Request, *, is_sound: bool) -> None:
-        """Take a running request out.
+        """Take a request with a seat out.
 
         Args:
             request: has ended.
             is_sound: whether what it leaves in the cache may serve others.
         """
-        self.running.remove(request)
+        (self.running if request in self.running else self.prefilling).remove(request)
         self._release(request, is_sound=is_sound)
 
     def _release(self, request: Request, *, is_sound: bool = True) -> None:

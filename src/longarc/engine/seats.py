@@ -69,6 +69,10 @@ class SeatTable:
         seat = self._standing_in(tokens)
         return Prefix(0 if seat is None else seat.length, (), self.pages.root)
 
+    def nothing(self) -> Prefix:
+        """Return the prefix of a sequence that old weights compute: it finds nothing, and nobody finds its rows."""
+        return Prefix(0, (), None)
+
     def take(self, tokens: Ids, prefix: Prefix, *, num_spare: int) -> Seat | None:
         """Give a sequence a seat, with pages for its tokens and the one that follows.
 
@@ -80,7 +84,8 @@ class SeatTable:
         Returns:
             None where there are not as many pages, or no seat.
         """
-        standing = None if self._can_branch else self._standing_in(tokens[:-1])
+        is_unshared = self._can_branch or prefix.key is None
+        standing = None if is_unshared else self._standing_in(tokens[:-1])
         num_kept = 0 if standing is None else len(standing.pages)
         reopened, source = self._partial(tokens, prefix)
         shared = [*prefix.pages, *reopened]

@@ -21,13 +21,13 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from longarc.config.engine_clients import SglangConfig, UpdatePolicy
+from longarc.config.engine_clients import SglangConfig
 from longarc.engine.http_json import HttpJson, prometheus
 from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
 from longarc.engine.served import BrokenServerError, ServerCounts, ServerRequest, finite
 from longarc.engine.sglang_weights import WeightTransport
 from longarc.errors import ConfigError, EngineError, boundary
-from longarc.records.sampling import FinishReason, Sampling
+from longarc.records.sampling import FinishReason, Sampling, UpdatePolicy
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 _COUNTERS = {

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import orjson
 
+from longarc.config.engine import WeightQuantisation
 from longarc.errors import (
     ContractError,
     EngineBusyError,
@@ -59,6 +60,8 @@ class EngineDescription:
     max_context_tokens: int
     num_ranks: int
     """Engines behind the address, addressed by 0 .. num_ranks - 1."""
+    weight_quantisation: WeightQuantisation = "none"
+    """How the weights are rounded that it samples with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

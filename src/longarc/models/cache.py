@@ -111,6 +111,18 @@ class PagedCache:
         """Whether a sequence can go on from any position of another one, or only where that one stands."""
         return True
 
+    def under(self, weights: Mapping[str, Tensor]) -> "PagedCache":
+        """Return these very rows and pages for a model with other weights.
+
+        Args:
+            weights: parameters and buffers of that model by name, which stay its own; where nothing is made of them,
+                the cache itself is returned.
+        """
+        return self
+
+    def prepare(self) -> None:
+        """Make what the next pass needs of weights that have changed, so that it does not have to."""
+
     def give_pages(self, slot: int, pages: Sequence[int], *, first: int = 0) -> None:
         """Let a slot's positions from the ``first``-th page on lie in these pages, and none behind them.
 

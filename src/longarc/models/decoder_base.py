@@ -354,6 +354,10 @@ class Decoder(nn.Module):
         )
         return self._cache_of(shape)
 
+    def shared_cache(self, cache: PagedCache) -> PagedCache:
+        """Return the rows and pages of another model's cache for this one, which differs in its weights alone."""
+        return cache.under(self._weights())
+
     def _cache_of(self, shape: CacheShape) -> PagedCache:
         weight = self.output_weight
         if native_for(*self.parameters()) and backend_for(weight) == "cpu":

@@ -90,6 +90,7 @@ def engine_metrics(before: EngineHealth, after: EngineHealth, *, step_s: float) 
     prompted = after.num_prompt_tokens - before.num_prompt_tokens
     cached = after.num_cached_tokens - before.num_cached_tokens
     busy_s = min(max(after.busy_s - before.busy_s, 0.0), step_s)
+    updates = after.num_updates - before.num_updates
     probe = [] if after.probe_gap is None else [Metric("mismatch/probe_gap", after.probe_gap)]
     return [
         *probe,
@@ -98,6 +99,8 @@ def engine_metrics(before: EngineHealth, after: EngineHealth, *, step_s: float) 
         Metric("engine/preemptions", after.num_preemptions - before.num_preemptions, reduce="sum"),
         Metric("engine/used_pages_frac", after.num_used_pages, after.num_pages),
         Metric("engine/cached_pages_frac", after.num_cached_pages, after.num_pages),
+        Metric("engine/update_s", after.update_s - before.update_s, updates),
+        Metric("engine/update_pause_s", after.update_pause_s - before.update_pause_s, updates),
         Metric("loop/engine_idle_frac", step_s - busy_s, step_s),
     ]
 

@@ -140,7 +140,7 @@ async def engine_servers(
                     f"model is compared then: start this one with longarc serve --engine-only, or take it out "
                     f"of engine.servers. One that is lost later is done without"
                 ) from error
-            _check(address, described, loaded, max_context_tokens=max_context_tokens)
+            _check(address, described, loaded, config, max_context_tokens=max_context_tokens)
             engines[f"{address}#0"] = first
             for rank in range(1, described.num_ranks):
                 engines[f"{address}#{rank}"] = await opened.enter_async_context(
@@ -157,7 +157,12 @@ async def engine_servers(
 
 
 def _check(
-    address: str, server: EngineDescription, loaded: Loaded, *, max_context_tokens: int
+    address: str,
+    server: EngineDescription,
+    loaded: Loaded,
+    config: EngineConfig,
+    *,
+    max_context_tokens: int,
 ) -> None:
     """Refuse a server that would sample from something else than the stage trains."""
     model = loaded.model.config.model_dump(mode="json")
@@ -174,6 +179,11 @@ def _check(
         raise ConfigError(
             f"{address} attends {server.attention}, the checkpoint {loaded.path} is to attend "
             f"{loaded.attention}; start it on that checkpoint's stage"
+        )
+    if server.weight_quantisation != config.weight_quantisation:
+        raise ConfigError(
+            f"{address} samples with weight_quantisation={server.weight_quantisation!r}, the recipe says "
+            f"{config.weight_quantisation!r} (engine.weight_quantisation); start it on a run whose recipe says the same"
         )
     if server.max_context_tokens < max_context_tokens:
         raise ConfigError(

@@ -195,6 +195,7 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         returns_kept_ids=True,
+        on_update=rollout.on_update,
         stop_ids=gateway.chat_format.stop_ids,
     )
 

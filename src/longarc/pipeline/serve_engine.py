@@ -122,6 +122,7 @@ async def serve_engine(
                 attention=served.attention,
                 max_context_tokens=max_context_tokens,
                 num_ranks=settings.num_ranks,
+                weight_quantisation=served.config.weight_quantisation,
             ),
             DoorSettings(api_key=settings.api_key),
         )

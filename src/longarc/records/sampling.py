@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from longarc.errors import ContractError
 
@@ -14,6 +14,12 @@ MIN_TEMPERATURE = 1e-6
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 """stop: a stop id was sampled, or the last token completed a stop string (it is part of the completion); length:
 the token budget ran out."""
+
+
+UpdatePolicy: TypeAlias = Literal["continue", "recompute", "finish"]
+"""What becomes of a running sequence when new weights arrive. continue: it goes on under them with the cache that the
+old ones computed; recompute: its cache is computed anew by them before it samples on; finish: it ends under the old
+ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,9 @@ class Sampling:
     seed: int | None = None
     """Makes the completion reproducible for the same weights; 0 to 2**63 - 1. None draws a seed from the engine's
     stream."""
+    on_update: UpdatePolicy | None = None
+    """What becomes of the completion when new weights arrive while it runs; None leaves it to the engine, and the
+    embedded one continues. Whatever it is, each piece names the version that sampled its tokens."""
     num_sampled_before: int = 0
     """Tokens at the end of the prompt that belong to this completion already [tokens]: it was begun elsewhere
     and goes on here. Draws go on at this position of the seed's stream; the budget is what is left."""
@@ -77,6 +86,11 @@ class Sampling:
                 "seed",
                 self.seed is None or 0 <= self.seed <= MAX_SEED,
                 f"None, or at least 0 and at most {MAX_SEED} (2**63 - 1)",
+            ),
+            (
+                "on_update",
+                self.on_update is None or self.on_update in get_args(UpdatePolicy),
+                f"None or one of {get_args(UpdatePolicy)}",
             ),
             ("num_sampled_before", self.num_sampled_before >= 0, "at least 0"),
         )
@@ -144,6 +158,14 @@ class EngineHealth:
     """Pages that nobody uses and that are kept for reuse."""
     num_used_pages: int = 0
     """Pages of running sequences."""
+    num_updates: int = 0
+    """Weight updates that are in use, or were, since the engine started."""
+    update_s: float = 0.0
+    """Time between asking for new weights and their use, all those updates together [seconds]."""
+    update_pause_s: float = 0.0
+    """Time in which no sequence could be decoded because weights were swapped, all those updates together [seconds]."""
+    max_update_pause_s: float = 0.0
+    """The longest such pause of one update [seconds]."""
     busy_s: float = 0.0
     """Time spent computing since the engine started [seconds]."""
     instance_id: str = ""

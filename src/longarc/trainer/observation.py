@@ -62,11 +62,17 @@ class Observation:
         for label, quantile in QUANTILES:
             value = float(np.exp(np.quantile(log_ratio, quantile)))
             metrics.append(Metric(f"ratio/{label}", value * num_tokens, num_tokens))
-        mismatch = np.abs(log_ratio[lag == 0])
-        if len(mismatch):
+        fresh = log_ratio[lag == 0]
+        if len(fresh):
+            mismatch = np.abs(fresh)
+            # Schulman's k3, http://joschu.net/blog/kl-approx.html: an estimate of KL(engine || trainer) that is never
+            # negative. Bounded, because a broken engine would make it overflow.
+            bounded = np.minimum(fresh, 20.0)
+            divergence = float((np.expm1(bounded) - bounded).sum())
             metrics += [
                 Metric("mismatch/mean_abs_log_ratio", float(mismatch.sum()), len(mismatch)),
                 Metric("mismatch/max_abs_log_ratio", float(mismatch.max()), reduce="max"),
+                Metric("mismatch/k3_nats", divergence, len(fresh)),
             ]
         if facts.is_distillation:
             metrics += self._distillation_metrics()

@@ -98,6 +98,7 @@ CHARTS: tuple[ChartSpec, ...] = (
         names=(
             "mismatch/mean_abs_log_ratio",
             "mismatch/max_abs_log_ratio",
+            "mismatch/k3_nats",
             "mismatch/probe_gap",
         ),
         is_log=True,

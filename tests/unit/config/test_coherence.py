@@ -52,6 +52,19 @@ def test_servers_have_queues_of_their_own_but_evaluations_do_not_use_them():
         validated(Recipe, tree, source="recipe")
 
 
+def test_what_running_turns_do_at_an_update_is_the_stages_to_say_for_our_own_engine_alone():
+    recipe = read("stages.rl.rollout.on_update", "recompute")
+    assert recipe.stages["rl"].rollout.on_update == "recompute"
+    tree = RECIPE | {
+        "engine": {"kind": "vllm", "url": "http://a:8100", "max_running": 8},
+        "stages": copy.deepcopy(RECIPE["stages"]),
+    }
+    assert validated(Recipe, tree, source="recipe")
+    tree["stages"]["rl"]["rollout"] = {"on_update": "recompute"}
+    with pytest.raises(ConfigError, match=r"'rl': rollout.on_update='recompute'.*engine.on_update"):
+        validated(Recipe, tree, source="recipe")
+
+
 def test_the_recipe_as_it_stands_is_accepted():
     assert list(read().stages) == ["pretrain", "rl", "distill", "eval"]
 
@@ -99,6 +112,8 @@ def test_the_recipe_as_it_stands_is_accepted():
             r"'rl': loop.max_concurrent_rollouts=17.*=8",
         ),
         ("stages.eval.max_concurrent_rollouts", 17, r"'eval': max_concurrent_rollouts=17.*=8"),
+        ("stages.eval.rollout.on_update", "finish", r"on_update='finish' has no effect in an eval"),
+        ("stages.rl.rollout.on_update", "drain", r"rollout.on_update = 'drain'"),
         ("stages.rl.rollout.temperature", 0, r"temperature=0 .*Use a temperature above 0"),
         ("stages.distill.rollout.temperature", 0, r"temperature=0 .*Use a temperature above 0"),
         (

@@ -5,9 +5,9 @@ import weakref
 import pytest
 import torch
 
+from engine_cases import LockStepEngine
 from longarc.config.engine import EngineConfig
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
-from longarc.engine.embedded import EmbeddedEngine
 from longarc.errors import EngineError
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_weights
@@ -30,9 +30,9 @@ QWEN = LLAMA.model_copy(
 )
 
 
-def make_engine(config=NANO, *, seed=0, context=160, **settings) -> EmbeddedEngine:
+def make_engine(config=NANO, *, seed=0, context=160, **settings) -> LockStepEngine:
     settings = {"cache_tokens": 2048, "max_running": 4, "max_prefill_tokens": 32, **settings}
-    return EmbeddedEngine(
+    return LockStepEngine(
         build_model(config, seed=seed), EngineConfig(**settings), max_context_tokens=context
     )
 
@@ -193,7 +193,7 @@ async def test_a_request_that_is_abandoned_frees_its_slot():
 
 async def test_logits_that_are_not_finite_fault_the_request_and_not_the_engine():
     engine = make_engine()
-    model = engine._model
+    model = engine._weights.current.model
     healthy = model.model.embed_tokens.weight[63].clone()
     model.model.embed_tokens.weight[63] = float("nan")
     async with engine:
@@ -243,7 +243,7 @@ async def test_closing_gives_the_memory_of_the_cache_back_at_once():
     gc.disable()  # it is not to be waited for
     try:
         async with engine:
-            cache = weakref.ref(engine._cache)
+            cache = weakref.ref(engine._weights.current.cache)
             async for _ in engine.stream([1, 2, 3], Sampling(max_new_tokens=4), session_id="s"):
                 pass
         assert cache() is None

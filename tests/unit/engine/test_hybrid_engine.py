@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from engine_cases import LockStepEngine
 from longarc.config.engine import EngineConfig
 from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
@@ -60,7 +61,7 @@ async def test_a_memory_of_old_weights_is_continued_by_nobody(tmp_path):
     save_weights(build_model(CONFIGS[1], seed=1), str(path))
     settings = EngineConfig(max_running=2, max_prefill_tokens=32)
     model = build_model(CONFIGS[1], seed=0)
-    async with EmbeddedEngine(model, settings, max_context_tokens=160) as engine:
+    async with LockStepEngine(model, settings, max_context_tokens=160) as engine:
         sampling = Sampling(max_new_tokens=30, stream_interval_tokens=2, seed=1)
         history = [1, 2, 3]
         async for piece in engine.stream([1, 2, 3], sampling, session_id="chat"):

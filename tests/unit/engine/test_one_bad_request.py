@@ -97,7 +97,7 @@ async def test_what_cannot_be_computed_is_a_fault_of_its_step_and_who_waits_may_
     def broken(*_, **__):
         raise OverflowError("too large")
 
-    monkeypatch.setattr("longarc.engine.embedded.decode", broken)
+    monkeypatch.setattr("longarc.engine.computing.decode", broken)
     async with make_engine(max_running=1) as engine:
         computed, waiting = await asyncio.gather(
             complete(engine), complete(engine), return_exceptions=True
@@ -117,7 +117,7 @@ async def test_what_the_machine_lacks_another_engine_may_have(monkeypatch, error
     def broken(*_, **__):
         raise error
 
-    monkeypatch.setattr("longarc.engine.embedded.decode", broken)
+    monkeypatch.setattr("longarc.engine.computing.decode", broken)
     async with make_engine() as engine:
         with pytest.raises(EngineLostError, match="the engine failed"):
             await complete(engine)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_servers import FakeVllm
+from fake_engine_servers import FakeVllm
 from longarc.engine.served import BrokenServerError, ServedEngine, ServedLimits
 from longarc.engine.vllm import VllmServer
 from longarc.errors import ConfigError, EngineError, EngineFaultError, EngineRequestError
@@ -279,6 +279,16 @@ async def test_a_field_of_sampling_that_the_client_was_not_taught_is_refused():
     with pytest.raises(EngineError, match="cannot honour num_beams=4"):
         async for _ in make(fake).stream(
             PROMPT, Later(max_new_tokens=2, num_beams=4), session_id="s"
+        ):
+            pass
+    assert fake.paths() == []
+
+
+async def test_what_becomes_of_one_sequence_at_an_update_is_not_the_requests_to_say():
+    fake = FakeVllm()
+    with pytest.raises(EngineError, match="cannot honour on_update='finish'"):
+        async for _ in make(fake).stream(
+            PROMPT, Sampling(max_new_tokens=2, on_update="finish"), session_id="s"
         ):
             pass
     assert fake.paths() == []

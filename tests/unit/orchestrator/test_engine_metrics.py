@@ -46,3 +46,12 @@ def test_an_engine_that_does_not_tell_of_pages_reports_none():
     assert not any("pages" in name for name in found)
     assert BEFORE.num_pages == 0
     assert replace(BEFORE, num_prompt_tokens=0, num_cached_tokens=0).prefill_tokens_saved_frac == 0
+
+
+def test_a_step_says_how_long_an_update_took_and_how_long_decoding_stood_still_for_it():
+    before = replace(BEFORE, num_updates=3, update_s=9.0, update_pause_s=0.25)
+    after = replace(before, num_updates=5, update_s=12.0, update_pause_s=0.75)
+    found = combine(engine_metrics(before, after, step_s=1.0))
+    assert (found["engine/update_s"], found["engine/update_pause_s"]) == (1.5, 0.25)
+    none = combine(engine_metrics(before, before, step_s=1.0))
+    assert not any("update" in name for name in none)

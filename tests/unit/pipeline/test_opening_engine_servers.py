@@ -116,6 +116,11 @@ async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
         ("k", {"attention": "dense"}, "attends dense, the checkpoint .* is to attend sparse"),
         ("k", {"max_context_tokens": 511}, "room for 511 tokens, the stage asks for 512"),
         ("k", {"model": {"family": "llama"}}, "serves another model"),
+        (
+            "k",
+            {"weight_quantisation": "fp8"},
+            "samples with weight_quantisation=.fp8., the recipe says .none.",
+        ),
     ],
 )
 async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anything(
@@ -197,7 +202,7 @@ def broken_steps():
         raise OverflowError("too large")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longarc.engine.embedded.decode", broken)
+        patch.setattr("longarc.engine.computing.decode", broken)
         yield
 
 

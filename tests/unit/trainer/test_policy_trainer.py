@@ -24,6 +24,7 @@ from longarc.algos.token_loss import TokenLoss
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError, ResourceError
 from longarc.models import offload
+from longarc.models.fp8 import round_to_fp8
 from longarc.models.hf_weights import load_weights
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
@@ -232,6 +233,15 @@ def test_an_engine_that_agrees_has_no_mismatch_and_one_that_does_not_is_measured
 
     off = combine(make_trainer(tmp_path).take_step(random_batch()).metrics)
     assert off["mismatch/max_abs_log_ratio"] > off["mismatch/mean_abs_log_ratio"] > 0.01
+    assert off["mismatch/k3_nats"] > 1e-4 > 1e-9 > exact["mismatch/k3_nats"] >= 0
+
+
+def test_rollouts_in_fp8_show_in_the_mismatch(tmp_path):
+    rounded = tiny_model()
+    round_to_fp8(rounded)
+    values = combine(make_trainer(tmp_path).take_step(on_policy(random_batch(), rounded)).metrics)
+    assert values["mismatch/mean_abs_log_ratio"] > 1e-4
+    assert values["mismatch/k3_nats"] > 1e-9
 
 
 def test_mismatch_is_measured_on_fresh_tokens_only_and_lag_on_all(tmp_path):

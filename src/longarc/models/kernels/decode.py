@@ -3,6 +3,7 @@
 The eager twin is ``Decoder.extend`` over a ``PagedCache``. Weights are packed again when they changed.
 """
 
+import copy
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,17 @@ class NativeDecoder(BlockedPagedCache, ABC):
         self._arena = Arena()
         self._output = torch.empty(0)
         self._layers: ctypes.Array[Any]
+        self._fresh_layers()
+
+    def under(self, weights: Weights) -> "NativeDecoder":
+        """Return the same rows with packed weights of its own; nothing is packed before ``prepare``."""
+        other = copy.copy(self)
+        other._weights = dict(weights)
+        other._state = []
+        return other
+
+    def prepare(self) -> None:
+        """Pack the weights if they changed."""
         self._fresh_layers()
 
     def hidden(
