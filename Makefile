@@ -74,14 +74,14 @@ bench: ## all benchmarks, one after the other (docs/benchmarks.md)
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
-bench-engine: $(STAMP_DEV) ## sampling and training speed, beside transformers
-	@$(BIN)/python benchmarks/engine.py $(BENCH)
+bench-engine: $(STAMP_DEV) models/smollm2-135m/config.json ## sampling and training speed, beside transformers and vLLM
+	@status=0; for name in engine engine_smollm2; do $(BIN)/python benchmarks/$$name.py $(BENCH) || status=1; done; exit $$status
 
 bench-training: $(STAMP_DEV) ## one training step of SmolLM2-135M's shape, in fp32 and in bf16
 	@$(BIN)/python benchmarks/training_smollm2.py $(BENCH)
 
-bench-exact: $(STAMP_DEV) ## do engine and trainer compute the same log-probabilities?
-	@$(BIN)/python benchmarks/exactness.py $(BENCH)
+bench-exact: $(STAMP_DEV) models/smollm2-135m/config.json ## do engine and trainer compute the same log-probabilities?
+	@status=0; for name in exactness exactness_smollm2; do $(BIN)/python benchmarks/$$name.py $(BENCH) || status=1; done; exit $$status
 
 bench-update: $(STAMP_DEV) models/smollm2-135m/config.json ## weights that change while 32 sequences run: pause, versions
 	@$(BIN)/python benchmarks/weight_update.py $(BENCH)

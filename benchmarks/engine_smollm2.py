@@ -39,6 +39,7 @@ VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
 VLLM_SCRIPT = Path(__file__).parent / "peers/generate_vllm.py"
 NUM_PROMPT = 32
 BATCHES = (1, 8, 32, 64, 128)
+MAX_PEER_BATCH = 64
 VLLM_BARS: dict[ComputeDtype, dict[int, float]] = {
     "bfloat16": {1: 1.0, 8: 1.0, 32: 1.4, 64: 1.4},
     "float32": {32: 1.1, 64: 1.1},
@@ -50,6 +51,9 @@ GLM_BAR = 8.0
 GLM = GlmMoeDsaConfig(
     hidden_size=256, num_hidden_layers=4, n_routed_experts=8, index_topk=64, intermediate_size=512
 )
+
+
+PARTS = ("bfloat16", "float32", "glm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +140,16 @@ def measure(
             ]
         for batch in batches:
             name = str(batch)
-            ours, theirs, *vllm = best(
+            asked = peers if batch <= MAX_PEER_BATCH else []
+            found.ours[batch], *others = best(
                 repeats,
                 partial(engine_tokens_per_s, model, workloads[name], threads),
-                *(partial(_generated, peer, name) for peer in peers),
+                *(partial(_generated, peer, name) for peer in asked),
             )
-            found.ours[batch], found.transformers[batch] = ours, theirs
-            if vllm:
-                found.vllm[batch] = max(vllm)
+            if others:
+                found.transformers[batch] = others[0]
+            if len(others) > 1:
+                found.vllm[batch] = max(others[1:])
     for batch in GROUP_BARS:
         prompts = make_prompts(NUM_PROMPT, batch=batch, group_size=8, vocab_size=vocab_size)
         [found.groups[batch]] = best(repeats, partial(engine_tokens_per_s, model, prompts, threads))
@@ -255,6 +261,13 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, default=ROOT / "models/smollm2-135m", help="SmolLM2-135M's directory"
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="parts to measure; the rest has no rows",
+    )
     parser.add_argument("--quick", action="store_true", help="one turn each: does it run at all?")
     options = parser.parse_args()
     repeats = 1 if options.quick else options.repeats
@@ -266,10 +279,11 @@ def main() -> None:
         f"load average {os.getloadavg()[0]:.1f}"
     )
     table = Table()
-    found: dict[ComputeDtype, Measured] = {"bfloat16": Measured(), "float32": Measured()}
+    dtypes: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
+    found = {dtype: Measured() for dtype in dtypes if dtype in options.only}
     if not (options.model / "config.json").exists():
         print(f"{options.model} is not there: make models/smollm2-135m/config.json")
-    else:
+    elif found:
         versions: dict[str, str] = {}
         for dtype in found:
             found[dtype], versions = measure(
@@ -280,7 +294,8 @@ def main() -> None:
         add_limits(table, limits, found, load_pretrained_dir(options.model))
     for dtype, measured in found.items():
         add_rows(table, dtype, measured)
-    add_glm(table, threads=options.threads, repeats=repeats)
+    if "glm" in options.only:
+        add_glm(table, threads=options.threads, repeats=repeats)
     table.close()
 
 

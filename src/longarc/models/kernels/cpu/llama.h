@@ -4,8 +4,12 @@
 //
 // A team takes a block of rows through all layers. In a product each member computes a part of the columns for
 // all rows, so that a step reads every weight once, however many threads there are; elsewhere members share out rows.
+// Steps of a model so small that its weights stay in the caches are taken apart: each member has rows of its own,
+// and waits for nobody within a step.
 // Number is what products take: float, or Pair for bfloat16. The residual stream and the cache are fp32.
 #pragma once
+
+#include <optional>
 
 #include "attention.h"
 #include "bf16.h"
@@ -15,6 +19,7 @@
 namespace longarc {
 
 constexpr int64_t TEAM_ROWS = 256;      // rows of a block; its activations stay in the processor's last cache level
+constexpr int64_t CACHED_NUMBERS = 6 << 20;  // of weights that every thread may read for itself, out of a cache
 constexpr int64_t GATED_COLUMNS = 256;  // columns of the feed-forward between its two products
 
 struct LlamaLayer {
@@ -34,6 +39,23 @@ struct LlamaShape {
 inline int64_t query_width(const LlamaShape& shape) { return shape.num_heads * shape.dim; }
 inline int64_t projected_width(const LlamaShape& shape) {
     return query_width(shape) + 2 * shape.num_key_heads * shape.dim;
+}
+
+// Whether the layers' weights stay in the processor's caches from one step to the next.
+template <class Number>
+bool fits_caches(const LlamaShape& shape) {
+    const int64_t rows_in = projected_width(shape) + 2 * shape.width;
+    return shape.num_layers * (steps_of<Number>(shape.hidden) * rows_in + steps_of<Number>(shape.width) * shape.hidden +
+                               steps_of<Number>(query_width(shape)) * shape.hidden) <= CACHED_NUMBERS;
+}
+
+// A member's part of rows that are sequences of their own.
+inline Rows part_of(const Rows& rows, const Member& me, int64_t hidden) {
+    const Stretch own = me.part(rows.num);
+    Rows part = rows;
+    part.tokens += own.begin, part.slots += own.begin, part.positions += own.begin;
+    part.hidden += own.begin * hidden, part.num = own.size();
+    return part;
 }
 
 inline void write_numbers(const float* from, int64_t count, float* to) { std::memcpy(to, from, sizeof(float) * count); }

@@ -141,12 +141,23 @@ void llama_steps(const LlamaShape& shape, const LlamaLayer* layers, const Rows& 
     thread_local Scratch scratch;
     float* logits = scratch.floats(DRAWN_ROWS * logits_stride(steps.vocab));
     StepRows now(rows);
-    LlamaPass<Number> pass(shape, layers, now.rows);
     steps.num_steps = 0;
     bool goes_on = true;
+    std::optional<LlamaPass<Number>> common;
+    if (!fits_caches<Number>(shape)) common.emplace(shape, layers, now.rows);
     with_team(num_threads, [&](const Member& me) {
+        Rows own = part_of(now.rows, me, shape.hidden);
+        std::optional<LlamaPass<Number>> alone;
+        if (!common) alone.emplace(shape, layers, own);
+        Team nobody;
         while (goes_on) {
-            pass.run(me);
+            if (common) {
+                common->run(me);
+            } else {
+                own.tokens = now.rows.tokens + me.part(rows.num).begin;
+                alone->run({nobody, 0});
+                me.wait();
+            }
             draw_rows<Number>(now.rows, shape.hidden, steps, logits, me);
             if (me.index == 0) goes_on = now.advance(steps);
             me.wait();
