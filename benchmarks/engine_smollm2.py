@@ -75,10 +75,10 @@ class Measured:
 
 
 def measure_limits(threads: int, repeats: int) -> Limits:
-    """Time products of 128 rows with weights in the cache, and the sum of a table that no cache holds."""
+    """Time a product long enough that waking a thread does not show, and the sum of a table that no cache holds."""
     library = native()
     gflops: dict[ComputeDtype, float] = {}
-    x, weight, y = torch.randn(128, 576), torch.randn(1536, 576), torch.empty(128, 1536)
+    x, weight, y = torch.randn(960, 576), torch.randn(1536, 576), torch.empty(960, 1536)
     for dtype in ("bfloat16", "float32"):
         if library is None:
             break
