@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
+from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, LlamaConfig, ModelConfig
 from longarc.errors import ContractError
 from longarc.models.activations import Activations
 from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
@@ -171,6 +171,11 @@ class Decoder(nn.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head.weight
 
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """What products round their factors to; the output projection's too, which callers compute."""
+        return self.config.compute_dtype if isinstance(self.config, LlamaConfig) else "float32"
+
     def forward(
         self,
         token_ids: Int[Tensor, " tokens"],
@@ -320,7 +325,7 @@ class Decoder(nn.Module):
         """Project what ``extend`` returned, with the packed weight that a native cache keeps."""
         if isinstance(cache, NativeDecoder):
             return cache.logits(hidden)
-        return project_logits(hidden, self.output_weight)
+        return project_logits(hidden, self.output_weight, compute_dtype=self.compute_dtype)
 
     def new_cache(
         self,

@@ -1,4 +1,4 @@
-"""The structures of ``cpu/decode.h`` and ``cpu/steps.h`` in ctypes: same names, same order, same types."""
+"""The structures of ``cpu/new_rows.h``, ``cpu/llama.h``, ``cpu/mla.h`` and ``cpu/steps.h`` in ctypes: same names, same order, same types."""
 
 import ctypes
 from typing import ClassVar, TypeAlias
@@ -59,8 +59,7 @@ class LlamaLayer(ctypes.Structure):
 
     _fields_: ClassVar[list[_CField]] = [
         *_pointers("input_norm qkv output post_norm qkv_bias output_bias q_norm k_norm"),
-        ("feed_forward", FeedForward),
-        *_pointers("keys values"),
+        *_pointers("gate up down keys values"),
     ]
 
 
@@ -68,7 +67,7 @@ class LlamaShape(ctypes.Structure):
     """Sizes of a Llama-type decoder."""
 
     _fields_: ClassVar[list[_CField]] = [
-        *_integers("num_layers hidden num_heads num_key_heads dim"),
+        *_integers("num_layers hidden num_heads num_key_heads dim width is_bf16"),
         *_reals("eps scale"),
     ]
 
