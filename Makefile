@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,15 +70,18 @@ $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine exact update sandbox model grpo async; do \
+	@status=0; for name in engine training exact update sandbox model grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
-bench-engine: $(STAMP_DEV) ## sampling and training speed, beside transformers
-	@$(BIN)/python benchmarks/engine.py $(BENCH)
+bench-engine: $(STAMP_DEV) models/smollm2-135m/config.json ## sampling and training speed, beside transformers and vLLM
+	@status=0; for name in engine engine_smollm2; do $(BIN)/python benchmarks/$$name.py $(BENCH) || status=1; done; exit $$status
 
-bench-exact: $(STAMP_DEV) ## do engine and trainer compute the same log-probabilities?
-	@$(BIN)/python benchmarks/exactness.py $(BENCH)
+bench-training: $(STAMP_DEV) ## one training step of SmolLM2-135M's shape, in fp32 and in bf16
+	@$(BIN)/python benchmarks/training_smollm2.py $(BENCH)
+
+bench-exact: $(STAMP_DEV) models/smollm2-135m/config.json ## do engine and trainer compute the same log-probabilities?
+	@status=0; for name in exactness exactness_smollm2; do $(BIN)/python benchmarks/$$name.py $(BENCH) || status=1; done; exit $$status
 
 bench-update: $(STAMP_DEV) models/smollm2-135m/config.json ## weights that change while 32 sequences run: pause, versions
 	@$(BIN)/python benchmarks/weight_update.py $(BENCH)

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +30,19 @@ DEEP_LLAMA = LlamaConfig(
 )
 """Five million parameters in the proportions of SmolLM2-135M: deep and thin, a third of its width."""
 
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    rope_theta=1e5,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+)
+"""The shape of SmolLM2-135M; speed does not depend on what the weights are."""
+
 
 def positive(text: str) -> int:
     """Read a number of things there has to be one of, as ``type`` of an option."""
@@ -44,6 +59,15 @@ def _at_least(least: int, text: str) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"{number} is not at least {least}")
     return number
+
+
+def processor_s() -> float:
+    """Return the processor time [s] of this process and of those that share its gradients."""
+    ticks = 0
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Table:

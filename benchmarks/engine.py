@@ -46,11 +46,13 @@ TRAIN_BAR = 12_000
 PEER_SCRIPT = Path(__file__).parent / "peers/generate.py"
 
 
-def make_prompts(length: int, *, group_size: int = 1) -> list[list[int]]:
+def make_prompts(
+    length: int, *, group_size: int = 1, batch: int = BATCH, vocab_size: int = 2048
+) -> list[list[int]]:
     """Draw prompts that share nothing, each repeated for its group."""
     generator = torch.Generator().manual_seed(1)
-    shape = (BATCH // group_size, length)
-    prompts: list[list[int]] = torch.randint(0, 2048, shape, generator=generator).tolist()
+    shape = (batch // group_size, length)
+    prompts: list[list[int]] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
     return [prompt for prompt in prompts for _ in range(group_size)]
 
 
@@ -68,12 +70,12 @@ async def _sample_all(engine: EmbeddedEngine, prompts: list[list[int]], num_new:
     return sum(counts)
 
 
-def _config(length: int, threads: int) -> EngineConfig:
+def _config(length: int, threads: int, batch: int) -> EngineConfig:
     """Return settings with pages for all sequences of that length, and no more."""
     pages = -(-length // EngineConfig().page_tokens)
     return EngineConfig(
-        cache_tokens=BATCH * pages * EngineConfig().page_tokens,
-        max_running=BATCH,
+        cache_tokens=batch * pages * EngineConfig().page_tokens,
+        max_running=batch,
         num_threads=threads,
     )
 
@@ -83,7 +85,7 @@ def engine_tokens_per_s(model: Decoder, prompts: list[list[int]], threads: int) 
 
     async def measure() -> float:
         length = len(prompts[0]) + NUM_NEW
-        config = _config(length, threads)
+        config = _config(length, threads, len(prompts))
         async with EmbeddedEngine(model, config, max_context_tokens=length) as engine:
             started = time.perf_counter()
             count = await _sample_all(engine, prompts, NUM_NEW)
@@ -96,7 +98,7 @@ def decode_tokens_per_s(model: Decoder, context: int, num_new: int, threads: int
     """Sample behind contexts that are in the cache already: decode steps alone."""
 
     async def measure() -> float:
-        config = _config(context + num_new, threads)
+        config = _config(context + num_new, threads, BATCH)
         prompts = make_prompts(context)
         async with EmbeddedEngine(model, config, max_context_tokens=context + num_new) as engine:
             await _sample_all(engine, prompts, 1)

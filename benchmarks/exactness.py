@@ -98,13 +98,14 @@ def trainer_logprobs(model: Decoder, samples: list[Sample], seed: int) -> list[f
     while order:
         pack = [order.pop() for _ in range(min(len(order), rng.randint(1, 16)))]
         for index, logprobs in zip(
-            pack, _score_pack(model, [samples[i] for i in pack]), strict=True
+            pack, score_pack(model, [samples[i] for i in pack]), strict=True
         ):
             scored[index] = logprobs
     return [logprob for index in range(len(samples)) for logprob in scored[index]]
 
 
-def _score_pack(model: Decoder, pack: list[Sample]) -> list[list[float]]:
+def score_pack(model: Decoder, pack: list[Sample]) -> list[list[float]]:
+    """Return the log-probabilities of each completion's tokens, prompts computed once where they are equal."""
     spans: list[Span] = []
     ids: list[int] = []
     prompts: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -121,7 +122,9 @@ def _score_pack(model: Decoder, pack: list[Sample]) -> list[list[float]]:
         ids.extend(sample.tokens)
     hidden = model(torch.tensor(ids), Layout(tuple(spans))).hidden
     targets = torch.tensor([token for sample in pack for token in sample.tokens])
-    logprobs, _ = token_logprobs(hidden[sources], model.output_weight, targets)
+    logprobs, _ = token_logprobs(
+        hidden[sources], model.output_weight, targets, compute_dtype=model.compute_dtype
+    )
     return [part.tolist() for part in logprobs.split([len(sample.tokens) for sample in pack])]
 
 

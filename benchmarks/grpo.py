@@ -1,23 +1,23 @@
 """One GRPO step of LongArc beside one of TRL, in one run.
 
-Both start from one Llama-type model of five million parameters in fp32, with the same threads, the same
-8 prompts, 8 samples each of exactly 64 new tokens at temperature 1, the same reward (the share of even
-ids) and AdamW; once with prompts of 32 tokens, once with prompts of 256, which LongArc computes once
-per group. A step is everything between two policies: sampling with log-probabilities, rewards,
-advantages, loss, backward, optimizer, and for LongArc also publishing the weights and loading them
+Both start from one Llama-type model in fp32, with the same threads, the same 8 prompts, 8 samples each of
+exactly 64 new tokens at temperature 1, the same reward (the share of even ids) and AdamW. There are two
+models: one of five million parameters, once with prompts of 32 tokens and once with prompts of 256, which
+LongArc computes once per group; and one of the shape of SmolLM2-135M with prompts of 32, whose steps LongArc
+also takes with products in bf16. A step is everything between two policies: sampling with log-probabilities,
+rewards, advantages, loss, backward, optimizer, and for LongArc also publishing the weights and loading them
 into its engine. The two take turns, step by step; the medians count. The first step of each is not
 measured. TRL runs at its best: without the gradient checkpointing it turns on by default, and with the
 fastest micro-batch.
 
 TRL lives in .venv-peers (`make peers`) and in a process of its own; without it the bars do not hold.
 
-Usage: python benchmarks/grpo.py [--threads 2] [--repeats 7] [--quick]
+Usage: python benchmarks/grpo.py [--models small smollm2] [--threads 2] [--repeats 7] [--quick]
 """
 
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import statistics
 import sys
@@ -25,39 +25,73 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import LLAMA, PeerProcess, Table, positive
+from common import LLAMA, SMOLLM2, PeerProcess, Table, positive, processor_s
+from sampled import sampled_group, sampled_trajectory
 
 from longarc.algos.losses import ppo_clip
 from longarc.config.engine import EngineConfig
+from longarc.config.model import LlamaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.models.build import build_model
 from longarc.models.hf_weights import load_pretrained_dir, save_pretrained_dir
 from longarc.records.batch import Batch
-from longarc.records.outcome import Outcome
 from longarc.records.sampling import Sampling
-from longarc.records.segment import NOT_SAMPLED, Segment
-from longarc.records.trajectory import Group, Trajectory
+from longarc.records.trajectory import Trajectory
 from longarc.trainer.data_parallel import GradientPool
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 
-BAR = 2.5
 NUM_PROMPTS = 8
 GROUP_SIZE = 8
-PROMPT_LENGTHS = (32, 256)
 NUM_NEW = 64
 LEARNING_RATE = 1e-5
-MICRO_BATCH_TOKENS = 3072
 NUM_RESERVED = 3
 """Ids at the end of the vocabulary that TRL's tokenizer needs for itself and prompts do not use."""
 ROOT = Path(__file__).resolve().parent.parent
 PEER_PYTHON = ROOT / ".venv-peers/bin/python"
 PEER_SCRIPT = ROOT / "benchmarks/peers/trl_grpo.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model and prompts, and how much faster than TRL a step must be."""
+
+    title: str
+    model: LlamaConfig
+    prompt_length: int
+    """Tokens of each prompt."""
+    bar: float
+    """Least ratio of samples/s."""
+    num_repeats: int
+    """Measured steps of each side, where nobody chooses."""
+    micro_batch_tokens: int
+
+
+SMALL = tuple(
+    Workload(
+        title=f"Llama of {LLAMA.num_hidden_layers} layers",
+        model=LLAMA,
+        prompt_length=length,
+        bar=2.5,
+        num_repeats=7,
+        micro_batch_tokens=3072,
+    )
+    for length in (32, 256)
+)
+LARGE = Workload(
+    title="SmolLM2-135M",
+    model=SMOLLM2,
+    prompt_length=32,
+    bar=1.3,
+    num_repeats=2,  # a step of TRL takes a minute
+    micro_batch_tokens=1536,
+)
+WORKLOADS = {"small": SMALL, "smollm2": (LARGE,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +100,8 @@ class Spent:
 
     elapsed_s: float
     cpu_s: float
+    sampling_s: float = 0.0
+    training_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +114,12 @@ class Measured:
     versions: dict[str, str]
 
 
-def draw_prompts(length: int) -> list[list[int]]:
+def draw_prompts(workload: Workload) -> list[list[int]]:
     """Draw prompts that share nothing."""
     generator = torch.Generator().manual_seed(1)
-    shape = (NUM_PROMPTS, length)
+    shape = (NUM_PROMPTS, workload.prompt_length)
     prompts: list[list[int]] = torch.randint(
-        0, LLAMA.vocab_size - NUM_RESERVED, shape, generator=generator
+        0, workload.model.vocab_size - NUM_RESERVED, shape, generator=generator
     ).tolist()
     return prompts
 
@@ -98,7 +134,7 @@ class OurSteps:
 
     async def take(self) -> Spent:
         """Take one step."""
-        started_s, cpu_started_s = time.perf_counter(), _processor_s()
+        started_s, cpu_started_s = time.perf_counter(), processor_s()
         step = self._trainer.policy_version
         async with asyncio.TaskGroup() as tasks:
             members = [
@@ -108,22 +144,20 @@ class OurSteps:
                 ]
                 for index, prompt in enumerate(self._prompts)
             ]
-        groups = [
-            Group(
-                id=f"{step}/{index}",
-                task_id=str(index),
-                family="bench",
-                trajectories=tuple(task.result() for task in group),
-                multiplicities=(1,) * GROUP_SIZE,
-            )
-            for index, group in enumerate(members)
-        ]
+        groups = [sampled_group([task.result() for task in group]) for group in members]
+        sampled_s = time.perf_counter()
         report = await self._trainer.step(
             Batch(stage="bench", step=step, groups=tuple(groups), trainer_version=step)
         )
+        trained_s = time.perf_counter()
         source = await self._trainer.publish()
         await self._engine.update_weights(source, policy_version=report.policy_version)
-        spent = Spent(time.perf_counter() - started_s, _processor_s() - cpu_started_s)
+        spent = Spent(
+            time.perf_counter() - started_s,
+            processor_s() - cpu_started_s,
+            sampling_s=sampled_s - started_s,
+            training_s=trained_s - sampled_s,
+        )
         expected = NUM_PROMPTS * GROUP_SIZE * NUM_NEW
         if report.num_trained_tokens != expected:
             sys.exit(f"LongArc trained {report.num_trained_tokens} tokens instead of {expected}")
@@ -132,47 +166,12 @@ class OurSteps:
     async def _sample(self, prompt: list[int], session_id: str) -> Trajectory:
         ids: list[int] = []
         logprobs: list[float] = []
-        versions: list[int] = []
         sampling = Sampling(max_new_tokens=NUM_NEW)
         async for piece in self._engine.stream(prompt, sampling, session_id=session_id):
             ids += piece.token_ids
             logprobs += piece.logprobs
-            versions += [piece.policy_version] * len(piece.token_ids)
-        num_prompt, num_new = len(prompt), len(ids)
-        is_sampled = (False,) * num_prompt + (True,) * num_new
-        segment = Segment(
-            token_ids=(*prompt, *ids),
-            is_sampled=is_sampled,
-            train_mask=is_sampled,
-            behaviour_logprobs=(*[0.0] * num_prompt, *logprobs),
-            policy_versions=(*[NOT_SAMPLED] * num_prompt, *versions),
-        )
-        return Trajectory(
-            id=session_id,
-            stage="bench",
-            group_id=session_id.rpartition("/")[0],
-            task_id=session_id.split("/")[1],
-            family="bench",
-            outcome=Outcome.COMPLETED,
-            reward=sum(token % 2 == 0 for token in ids) / num_new,
-            reward_parts={},
-            segments=(segment,),
-            messages=(),
-            tools=(),
-            num_turns=1,
-            difficulty=0.0,
-            started_at_s=0.0,
-            duration_s=0.0,
-        )
-
-
-def _processor_s() -> float:
-    """Return the processor time [s] of this process and of those that share its gradients."""
-    ticks = 0
-    for child in multiprocessing.active_children():
-        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # user and system
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+        version = self._trainer.policy_version
+        return sampled_trajectory(session_id, prompt, ids, logprobs, version)
 
 
 class Peer:
@@ -207,21 +206,26 @@ def open_peer(job: dict[str, Any]) -> Iterator[Peer | None]:
 
 
 async def measure(
-    scratch: Path, prompt_length: int, pool: GradientPool, options: argparse.Namespace
+    scratch: Path,
+    workload: Workload,
+    pool: GradientPool,
+    options: argparse.Namespace,
+    *,
+    has_peer: bool = True,
 ) -> Measured:
     """Take the steps of one workload in turns."""
     model_directory, published = scratch / "model", scratch / "published"
-    save_pretrained_dir(build_model(LLAMA, seed=0), model_directory)
+    save_pretrained_dir(build_model(workload.model, seed=0), model_directory)
     published.mkdir()
-    prompts = draw_prompts(prompt_length)
+    prompts = draw_prompts(workload)
     num_samples = NUM_PROMPTS * GROUP_SIZE
-    num_steps = options.repeats + 1
+    num_steps = (options.repeats or workload.num_repeats) + 1
     trainer = PolicyTrainer(
         load_pretrained_dir(model_directory),
         PolicySettings(
             optimizer=OptimizerConfig(lr=LEARNING_RATE, weight_decay=0.0, use_muon=False),
             num_steps=num_steps,
-            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            micro_batch_tokens=workload.micro_batch_tokens,
         ),
         loss=ppo_clip,
         publish_directory=str(published),
@@ -231,7 +235,7 @@ async def measure(
     engine = EmbeddedEngine(
         load_pretrained_dir(model_directory),
         EngineConfig(max_running=num_samples, num_threads=options.threads),
-        max_context_tokens=prompt_length + NUM_NEW,
+        max_context_tokens=workload.prompt_length + NUM_NEW,
     )
     job = {
         "model": str(model_directory),
@@ -249,7 +253,7 @@ async def measure(
     peers: list[Spent] = []
     async with engine:
         steps = OurSteps(engine, trainer, prompts)
-        with open_peer(job) as peer:
+        with open_peer(job) if has_peer else contextlib.nullcontext() as peer:
             for _ in range(num_steps):
                 ours.append(await steps.take())
                 if peer is not None:
@@ -258,52 +262,100 @@ async def measure(
     return Measured(ours=ours[1:], peer=peers[1:], versions=versions)
 
 
-def add_rows(table: Table, prompt_length: int, measured: Measured) -> None:
+def run(workload: Workload, options: argparse.Namespace, *, has_peer: bool = True) -> Measured:
+    """Measure one workload with processes of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="longarc-grpo-") as scratch,
+        contextlib.closing(GradientPool(options.threads)) as pool,
+    ):
+        return asyncio.run(measure(Path(scratch), workload, pool, options, has_peer=has_peer))
+
+
+def add_rows(table: Table, workload: Workload, measured: Measured) -> None:
     """Show one workload: the bar on samples/s, and the processor time, which other load changes less."""
-    num_samples = NUM_PROMPTS * GROUP_SIZE
-    what = f"{NUM_PROMPTS} prompts of {prompt_length}, {GROUP_SIZE} x {NUM_NEW} tokens"
-    ours = num_samples / statistics.median(step.elapsed_s for step in measured.ours)
-    cpu_s = statistics.median(step.cpu_s for step in measured.ours)
+    what = _described(workload)
+    ours = _samples_per_s(measured.ours)
     if not measured.peer:
         table.row(
             f"GRPO step, {what} [samples/s], peer TRL",
             f"{ours:.1f}",
             peer="not installed",
-            bar=f"ratio >= {BAR}",
+            bar=f"ratio >= {workload.bar}",
             holds=False,
         )
         return
-    peer = num_samples / statistics.median(step.elapsed_s for step in measured.peer)
-    peer_cpu_s = statistics.median(step.cpu_s for step in measured.peer)
+    peer = _samples_per_s(measured.peer)
     table.row(
         f"GRPO step, {what} [samples/s], peer TRL",
         f"{ours:.1f}",
         peer=f"{peer:.1f}",
         ratio=ours / peer,
-        bar=f"ratio >= {BAR}",
-        holds=ours >= BAR * peer,
+        bar=f"ratio >= {workload.bar}",
+        holds=ours >= workload.bar * peer,
     )
+    ours, peer = _samples_per_cpu_s(measured.ours), _samples_per_cpu_s(measured.peer)
     table.row(
         f"GRPO step, {what} [samples per second of processor time], peer TRL",
-        f"{num_samples / cpu_s:.1f}",
-        peer=f"{num_samples / peer_cpu_s:.1f}",
-        ratio=peer_cpu_s / cpu_s,
+        f"{ours:.1f}",
+        peer=f"{peer:.1f}",
+        ratio=ours / peer,
     )
 
 
-def main() -> None:
-    """Print the table and how many bars hold."""
+def add_bfloat16_row(
+    table: Table, workload: Workload, ours: list[Spent], peer: list[Spent]
+) -> None:
+    """Show the same workload with our products in bf16, beside the peer's steps in fp32; it has no bar."""
+    speed = _samples_per_s(ours)
+    table.row(
+        f"GRPO step, {_described(workload)}, products in bf16 [samples/s], peer TRL in fp32",
+        f"{speed:.1f}",
+        peer=f"{_samples_per_s(peer):.1f}" if peer else "not installed",
+        ratio=speed / _samples_per_s(peer) if peer else None,
+    )
+
+
+def _described(workload: Workload) -> str:
+    return (
+        f"{workload.title}, {NUM_PROMPTS} prompts of {workload.prompt_length}, "
+        f"{GROUP_SIZE} x {NUM_NEW} tokens"
+    )
+
+
+def _samples_per_s(steps: list[Spent]) -> float:
+    return NUM_PROMPTS * GROUP_SIZE / statistics.median(step.elapsed_s for step in steps)
+
+
+def _samples_per_cpu_s(steps: list[Spent]) -> float:
+    return NUM_PROMPTS * GROUP_SIZE / statistics.median(step.cpu_s for step in steps)
+
+
+def print_parts(what: str, steps: list[Spent]) -> None:
+    """Say where our time goes."""
+    sampling_s, training_s, whole_s = (
+        statistics.median(getattr(step, name) for step in steps)
+        for name in ("sampling_s", "training_s", "elapsed_s")
+    )
+    rest_s = whole_s - sampling_s - training_s
+    print(
+        f"{what}: {whole_s:.2f} s a step, of which sampling {sampling_s:.2f}, training {training_s:.2f}, "
+        f"handing over weights {rest_s:.2f}"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=positive, default=2, help="compute threads of each side")
-    parser.add_argument("--repeats", type=positive, default=7, help="measured steps of each side")
     parser.add_argument(
-        "--prompt-lengths",
+        "--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="which to measure"
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="compute threads of each side")
+    parser.add_argument(
+        "--repeats",
         type=positive,
-        nargs="+",
-        default=PROMPT_LENGTHS,
-        help="workloads [tokens]",
+        help="measured steps of each side; 7 with the small model, 2 with SmolLM2-135M",
     )
     parser.add_argument(
         "--peer-micro-batch",
@@ -316,31 +368,44 @@ def main() -> None:
         action="store_true",
         help="leave TRL's gradient checkpointing on, as it comes",
     )
-    parser.add_argument("--quick", action="store_true", help="one step each: does it run at all?")
-    options = parser.parse_args()
-    if options.quick:
-        options.repeats, options.prompt_lengths = 1, PROMPT_LENGTHS[:1]
-    torch.set_num_threads(1)  # each core has a process, or a thread of the engine
-    measured: dict[int, Measured] = {}
-    for length in options.prompt_lengths:
-        with (
-            tempfile.TemporaryDirectory(prefix="longarc-grpo-") as scratch,
-            contextlib.closing(GradientPool(options.threads)) as pool,
-        ):
-            measured[length] = asyncio.run(measure(Path(scratch), length, pool, options))
-    versions = next(iter(measured.values())).versions
-    print(
-        f"Llama of {LLAMA.num_hidden_layers} layers, fp32, {options.threads} thread(s), median of "
-        f"{options.repeats} steps, load average {os.getloadavg()[0]:.1f}; TRL: micro-batch "
-        f"{options.peer_micro_batch}, checkpointing {'on' if options.peer_checkpointing else 'off'}"
+    parser.add_argument(
+        "--quick", action="store_true", help="one step of the small model: does it run at all?"
     )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Print the table and how many bars hold."""
+    options = parse()
+    workloads = [workload for name in options.models for workload in WORKLOADS[name]]
+    if options.quick:
+        options.repeats, workloads = 1, list(SMALL[:1])
+    torch.set_num_threads(1)  # each core has a process, or a thread of the engine
+    load = os.getloadavg()[0]
+    measured = [(workload, run(workload, options)) for workload in workloads]
+    rounded: list[Spent] = []
+    if LARGE in workloads:
+        in_bfloat16 = LARGE.model.model_copy(update={"compute_dtype": "bfloat16"})
+        rounded = run(replace(LARGE, model=in_bfloat16), options, has_peer=False).ours
+    print(
+        f"fp32, {options.threads} thread(s), medians of the steps, load average before {load:.1f}; TRL: "
+        f"micro-batch {options.peer_micro_batch}, checkpointing "
+        f"{'on' if options.peer_checkpointing else 'off'}"
+    )
+    versions = measured[0][1].versions
     if versions:
         print("peer: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     else:
         print("TRL is not installed here: run `make peers` and measure again")
+    for workload, result in measured:
+        print_parts(f"{workload.title}, prompts of {workload.prompt_length}", result.ours)
+    if rounded:
+        print_parts(f"{LARGE.title}, products in bf16", rounded)
     table = Table()
-    for length, result in measured.items():
-        add_rows(table, length, result)
+    for workload, result in measured:
+        add_rows(table, workload, result)
+        if workload is LARGE:
+            add_bfloat16_row(table, workload, rounded, result.peer)
     table.close()
 
 

@@ -1,4 +1,4 @@
-"""transformers' ``generate``, once whenever it is asked; started by engine.py as a process of its own.
+"""transformers' ``generate``, once whenever it is asked; started by engine.py and engine_smollm2.py as a process of its own.
 
 A line on stdin names a workload of the job; the answer is a line of JSON on stdout. Nothing here imports LongArc.
 
@@ -42,12 +42,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(job["num_threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=torch.float32, attn_implementation="sdpa"
+        job["model"],
+        dtype=getattr(torch, job.get("dtype", "float32")),
+        attn_implementation=job.get("attention", "sdpa"),
     ).eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor(job["probe"])[None]
     with torch.inference_mode():
-        logits = model(ids).logits[0, -1].tolist()
+        logits = model(ids).logits[0, -1].float().tolist()
     ready = {
         "logits": logits,
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},

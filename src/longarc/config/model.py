@@ -9,6 +9,9 @@ from longarc.config.rope import RopeScaling
 from longarc.config.settings import Settings
 from longarc.config.transformers_model import TransformersConfig
 
+ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
+"""What matrix products round their two factors to; sums are fp32 in both."""
+
 MAX_LAYERS = 10_000
 """No model has as many; a file that says more is damaged, and would be counted layer by layer."""
 MAX_DEPTHS = 16
@@ -184,6 +187,10 @@ class LlamaConfig(Settings):
     """Added to the mean square inside every RMSNorm."""
     tie_word_embeddings: bool = False
     """Whether the output projection is the embedding."""
+    compute_dtype: ComputeDtype = "float32"
+    """What every matrix product rounds its two factors to, the output projection's too, in the engine and in training
+    alike; sums, the residual stream, keys and values are fp32, and so are weights and their files. ``bfloat16`` is for
+    processors that multiply it faster (AVX512-BF16): the rounding is the same on others."""
     max_position_embeddings: int = Field(4096, ge=8)
     """Longest context [tokens]."""
     initializer_range: float = 0.02
@@ -261,6 +268,15 @@ class LlamaHybridConfig(LlamaConfig):
     @model_validator(mode="after")
     def _pattern_fits(self) -> Self:
         _check_pattern(self.pattern, self.num_hidden_layers)
+        return self
+
+    @model_validator(mode="after")
+    def _computes_in_float32(self) -> Self:
+        if self.compute_dtype != "float32":
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype!r} is built for family 'llama' only; leave it out for a "
+                f"{self.family} model"
+            )
         return self
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig
-from longarc.config.model import GlmMoeDsaConfig, ModelConfig
+from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
 from longarc.config.transformers_model import model_key
@@ -45,6 +45,9 @@ class InitialCheckpoint(Settings):
     """A Hugging Face directory (config.json and model.safetensors); it decides the shape of the model."""
     is_sparse: bool = False
     """Whether the weights were trained with sparse attention; False attends densely until a dsa stage."""
+    compute_dtype: ComputeDtype | None = None
+    """What matrix products are computed in from here on, as ``model.compute_dtype`` of a Llama-type model; None takes
+    what config.json says, or float32 where that says nothing."""
 
 
 class Recipe(Settings):

@@ -419,7 +419,11 @@ class EmbeddedEngine:
         ids = torch.tensor(token_ids)
         output = model(ids, Layout.documents([len(token_ids)]), attention=self._attention)
         logprobs, _ = token_logprobs(
-            output.hidden[:-1], model.output_weight, ids[1:], temperature=temperature
+            output.hidden[:-1],
+            model.output_weight,
+            ids[1:],
+            temperature=temperature,
+            compute_dtype=model.compute_dtype,
         )
         return [0.0, *logprobs.tolist()]
 

@@ -60,7 +60,7 @@ def _first_fault(model: Decoder, tokens: Ids, attention: Literal["dense", "spars
             hidden = model(ids, Layout.documents([len(ids)]), attention=attention).hidden
         except _Found as found:
             return str(found)
-    logits = project_logits(hidden[-1:], model.output_weight)
+    logits = project_logits(hidden[-1:], model.output_weight, compute_dtype=model.compute_dtype)
     if bool(torch.isfinite(logits).all()):
         return (
             "computed again from the tokens, every layer is finite: rows of the cache are at fault, which other weights "

@@ -210,6 +210,7 @@ class VerifiedEngine:
                 self._reference.output_weight,
                 ids[1:][part],
                 temperature=temperature,
+                compute_dtype=self._reference.compute_dtype,
             )[0].tolist()
             for part, temperature in parts
         ]

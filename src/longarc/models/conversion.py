@@ -5,6 +5,7 @@ from longarc.config.model import (
     GlmHybridConfig,
     GlmMoeDsaConfig,
     HybridConfig,
+    LlamaConfig,
     LlamaHybridConfig,
     ModelConfig,
 )
@@ -25,6 +26,11 @@ def hybrid_config(config: ModelConfig, pattern: AttentionPattern) -> HybridConfi
         raise ConfigError(
             f"pattern={pattern.layers!r} replaces attention, but the layers of a {config.family} model are "
             f"transformers' own; leave pattern out, or use model.family = 'glm_moe_dsa' or 'llama'"
+        )
+    if isinstance(config, LlamaConfig) and config.compute_dtype != "float32":
+        raise ConfigError(
+            f"pattern={pattern.layers!r} makes a hybrid, which computes in float32, but the model has compute_dtype="
+            f"{config.compute_dtype!r}; set it to 'float32'"
         )
     values = config.model_dump(exclude={"family", "pattern"})
     settings = GlmHybridConfig if isinstance(config, GlmMoeDsaConfig) else LlamaHybridConfig

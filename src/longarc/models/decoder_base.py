@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig, ModelConfig
+from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, LlamaConfig, ModelConfig
 from longarc.errors import ContractError
 from longarc.models.activations import Activations
 from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
@@ -31,6 +31,7 @@ from longarc.models.layers import RMSNorm, Rotation, check_ids, pad_rows, padded
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
 from longarc.models.projection import project_logits
+from longarc.models.room import room_for_rows
 from longarc.models.selection import Selection
 from longarc.models.sparse_attention import Backend, backend_for
 
@@ -169,6 +170,11 @@ class Decoder(nn.Module):
         """The output projection; logits are ``hidden @ output_weight.T``."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head.weight
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """What products round their factors to; the output projection's too, which callers compute."""
+        return self.config.compute_dtype if isinstance(self.config, LlamaConfig) else "float32"
 
     def forward(
         self,
@@ -319,7 +325,7 @@ class Decoder(nn.Module):
         """Project what ``extend`` returned, with the packed weight that a native cache keeps."""
         if isinstance(cache, NativeDecoder):
             return cache.logits(hidden)
-        return project_logits(hidden, self.output_weight)
+        return project_logits(hidden, self.output_weight, compute_dtype=self.compute_dtype)
 
     def new_cache(
         self,
@@ -342,12 +348,14 @@ class Decoder(nn.Module):
 
         Raises:
             ContractError: the model's context is shorter, or there can be no such pages.
+            ResourceError: there is no memory for the rows.
         """
         self._check_length(max_length)
         shape = CacheShape(
             num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
         )
-        return self._cache_of(shape)
+        with room_for_rows(shape.total_pages * shape.page_tokens):
+            return self._cache_of(shape)
 
     def shared_cache(self, cache: PagedCache) -> PagedCache:
         """Return the rows and pages of another model's cache for this one, which differs in its weights alone."""

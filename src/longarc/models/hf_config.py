@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from longarc.config.index_share import indexer_kinds
 from longarc.config.model import (
+    ComputeDtype,
     GlmHybridConfig,
     GlmMoeDsaConfig,
     LlamaConfig,
@@ -89,6 +90,22 @@ def without_mtp(config: ModelConfig) -> ModelConfig:
     if not isinstance(config, GlmMoeDsaConfig):
         return config
     return config.model_copy(update={"num_nextn_predict_layers": 0})
+
+
+def computing_in(config: ModelConfig, compute_dtype: ComputeDtype | None) -> ModelConfig:
+    """Return the config of the same model with products in another dtype; None changes nothing.
+
+    Raises:
+        ConfigError: the family computes in float32 only.
+    """
+    if compute_dtype is None or getattr(config, "compute_dtype", "float32") == compute_dtype:
+        return config
+    if not isinstance(config, LlamaConfig) or isinstance(config, LlamaHybridConfig):
+        raise ConfigError(
+            f"compute_dtype={compute_dtype!r} is built for family 'llama' only, but this is a {config.family} model; "
+            f"leave it out"
+        )
+    return config.model_copy(update={"compute_dtype": compute_dtype})
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:

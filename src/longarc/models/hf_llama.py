@@ -41,6 +41,8 @@ _REQUIRED = (
 _THETA = 1e4
 """What transformers takes where a file names no base, as those of the first Llamas."""
 _SAME = (*_REQUIRED, "tie_word_embeddings", "initializer_range")
+_OWN = ("compute_dtype",)
+"""What LongArc writes beside what transformers knows."""
 
 
 def llama_to_hf(config: LlamaConfig) -> dict[str, Any]:
@@ -64,6 +66,8 @@ def llama_to_hf(config: LlamaConfig) -> dict[str, Any]:
         values |= {"hidden_act": "silu", "use_sliding_window": False}
     if model_type != "qwen2":
         values["attention_bias"] = config.attention_bias == "all"
+    if config.compute_dtype != "float32":
+        values["compute_dtype"] = config.compute_dtype  # LongArc's own; transformers passes it over
     return {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type, **values}
 
 
@@ -99,7 +103,7 @@ def llama_from_hf(raw: Mapping[str, Any]) -> LlamaConfig:
             f"weights come from"
         )
     theta, scaling = rope_from_hf(raw, default_theta=_THETA)
-    known = {name: raw[name] for name in _SAME if raw.get(name) is not None}
+    known = {name: raw[name] for name in (*_SAME, *_OWN) if raw.get(name) is not None}
     heads = raw["num_attention_heads"]
     known |= {
         "num_key_value_heads": _stated(raw, "num_key_value_heads", heads),

@@ -12,12 +12,12 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from longarc.config.model import ModelConfig
+from longarc.config.model import ComputeDtype, ModelConfig
 from longarc.config.transformers_model import TransformersConfig
 from longarc.errors import CheckpointError, ConfigError
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
-from longarc.models.hf_config import config_from_hf, config_to_hf, without_mtp
+from longarc.models.hf_config import computing_in, config_from_hf, config_to_hf, without_mtp
 from longarc.models.hf_files import (
     CONFIG_FILE,
     MAX_SHARD_BYTES,
@@ -128,11 +128,21 @@ def save_pretrained_dir(
     write_directory(outgoing, config, directory, max_shard_bytes=max_shard_bytes)
 
 
-def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_pretrained_dir(
+    directory: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: ComputeDtype | None = None,
+) -> Decoder:
     """Build the model of a directory that ``transformers`` or ``save_pretrained_dir`` wrote.
 
     One file or many, experts separate or fused, FP8 blocks and INT4 groups are read, tensor by tensor. Where the
     files lack the MTP layer that the config names, as those that transformers saves do, it is not built.
+
+    Args:
+        directory: with a ``config.json``.
+        dtype: of the weights.
+        compute_dtype: of products, where it is not to be what ``config.json`` says.
 
     Raises:
         CheckpointError: config or weights are missing, damaged, or do not belong together.
@@ -140,7 +150,7 @@ def load_pretrained_dir(directory: Path | str, *, dtype: torch.dtype = torch.flo
     """
     directory = Path(directory)
     raw = _config(directory)
-    config = config_from_hf(raw)
+    config = computing_in(config_from_hf(raw), compute_dtype)
     quantisation = quantisation_from_hf(raw)
     behind = f"model.layers.{config.num_hidden_layers}."
     with TensorFiles.of_directory(directory) as files:

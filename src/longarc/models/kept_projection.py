@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longarc.algos.truncation import kept_logprobs
+from longarc.config.model import ComputeDtype
 from longarc.errors import ContractError
 from longarc.models.layers import check_ids
 from longarc.models.projection import chunk_size, project_logits, token_logprobs
@@ -30,20 +31,23 @@ def scored(
     *,
     temperature: float,
     with_entropy: bool,
+    compute_dtype: ComputeDtype = "float32",
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
     """Score each target over the ids it was drawn from, or over the whole vocabulary where its row names none.
 
     See :func:`kept_token_logprobs` and ``projection.token_logprobs``.
     """
+    everything = partial(
+        token_logprobs,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        compute_dtype=compute_dtype,
+    )
     if kept_ids is None:
-        return token_logprobs(
-            hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
-        )
+        return everything(hidden, weight, targets)
     is_few = torch.tensor([len(ids) > 0 for ids in kept_ids], dtype=torch.bool)
     few, all_ = is_few.nonzero()[:, 0], (~is_few).nonzero()[:, 0]
-    logprobs, entropy = token_logprobs(
-        hidden[all_], weight, targets[all_], temperature=temperature, with_entropy=with_entropy
-    )
+    logprobs, entropy = everything(hidden[all_], weight, targets[all_])
     few_logprobs, few_entropy = kept_token_logprobs(
         hidden[few],
         weight,
@@ -51,6 +55,7 @@ def scored(
         [ids for ids in kept_ids if len(ids)],
         temperature=temperature,
         with_entropy=with_entropy,
+        compute_dtype=compute_dtype,
     )
     order = torch.cat([all_, few]).argsort()
     joined = torch.cat([logprobs, few_logprobs])[order]
@@ -67,6 +72,7 @@ def kept_token_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    compute_dtype: ComputeDtype = "float32",
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
     """Return ``log softmax(hidden weight^T / temperature)`` at the targets, over each row's own kept ids.
 
@@ -79,6 +85,7 @@ def kept_token_logprobs(
         kept_ids: as many rows, none empty.
         temperature: of the distribution; above 0.
         with_entropy: also return the entropy [nats] of each row's distribution.
+        compute_dtype: of the projection; the model's own.
 
     Returns:
         log-probabilities [nats], and entropies without gradient or None.
@@ -92,7 +99,7 @@ def kept_token_logprobs(
         chunk = slice(start, start + num_chunk)
         ids, is_kept = _table(kept_ids[chunk], start, len(weight))
         aims = _places(targets[chunk], ids, is_kept, start)
-        among = partial(_among, temperature=temperature)
+        among = partial(_among, temperature=temperature, compute_dtype=compute_dtype)
         chunk_logprobs, entropy = checkpoint(
             among,
             hidden[chunk],
@@ -147,8 +154,9 @@ def _among(
     aims: Int[Tensor, " C"],
     *,
     temperature: float,
+    compute_dtype: ComputeDtype,
 ) -> tuple[Tensor, Tensor]:
-    logits_CU = project_logits(hidden, weight[ids]) / temperature
+    logits_CU = project_logits(hidden, weight[ids], compute_dtype=compute_dtype) / temperature
     logprobs_CU = kept_logprobs(logits_CU, is_kept)
     with torch.no_grad():
         # A token that was left out has p = 0 and adds nothing.

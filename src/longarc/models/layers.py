@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from longarc.config.model import ComputeDtype
 from longarc.config.rope import RopeScaling
 from longarc.errors import ContractError
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels.native import native_for
 from longarc.models.rope import amplitude, inverse_frequencies
+from longarc.models.rounding import product
 
 ROW_MULTIPLE = 32
 """Row counts of all row-wise work are multiples of this.
@@ -56,16 +58,27 @@ def check_ids(token_ids: Int[Tensor, " tokens"], vocab_size: int) -> None:
 class Linear(nn.Linear):
     """A product; where the native kernels run, a row's result depends on that row alone."""
 
-    def __init__(self, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        has_bias: bool = False,
+        compute_dtype: ComputeDtype = "float32",
+    ) -> None:
         super().__init__(in_features, out_features, bias=has_bias)
+        self._compute_dtype = compute_dtype
 
     def forward(self, x: Float[Tensor, "T inputs"]) -> Float[Tensor, "T outputs"]:
         """Return ``x weight^T``, plus the bias where there is one."""
         if native_for(x, self.weight):
             # The bias is added to the finished product, as in decoding: the same sums, the same bits.
-            product = native_rows.linear(x, self.weight)
-            return product if self.bias is None else product + self.bias
-        return F.linear(x, self.weight, self.bias)
+            summed = native_rows.linear(x, self.weight, compute_dtype=self._compute_dtype)
+        elif self._compute_dtype == "float32":
+            return F.linear(x, self.weight, self.bias)
+        else:
+            summed = product(x, self.weight, self._compute_dtype)
+        return summed if self.bias is None else summed + self.bias
 
 
 class RMSNorm(nn.Module):
@@ -136,16 +149,19 @@ class Rotation:
 class SwiGLU(nn.Module):
     """``down(silu(gate x) * up x)``."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, compute_dtype: ComputeDtype = "float32"
+    ) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size)
-        self.up_proj = Linear(hidden_size, intermediate_size)
-        self.down_proj = Linear(intermediate_size, hidden_size)
+        self.gate_proj = Linear(hidden_size, intermediate_size, compute_dtype=compute_dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, compute_dtype=compute_dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, compute_dtype=compute_dtype)
+        self._compute_dtype = compute_dtype
 
     def forward(self, x: Float[Tensor, "T hidden"]) -> Float[Tensor, "T hidden"]:
         """Apply the feed-forward to each row."""
         gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         if native_for(x, gate, up, down):
-            return native_rows.feed_forward(x, gate, up, down)
+            return native_rows.feed_forward(x, gate, up, down, compute_dtype=self._compute_dtype)
         hidden: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return hidden

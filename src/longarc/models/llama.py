@@ -4,6 +4,8 @@ Llama, SmolLM2, Qwen2 and Qwen3 are one model here: what differs is whether proj
 of queries and keys a norm. Shape letters: T padded rows, N tokens, n query heads, g key heads, d head width.
 """
 
+from functools import partial
+
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -41,10 +43,11 @@ class GroupedQueryAttention(nn.Module):
         queries = config.num_attention_heads * self._width
         keys = config.num_key_value_heads * self._width
         inputs, output = config.attention_bias != "none", config.attention_bias == "all"
-        self.q_proj = Linear(hidden, queries, has_bias=inputs)
-        self.k_proj = Linear(hidden, keys, has_bias=inputs)
-        self.v_proj = Linear(hidden, keys, has_bias=inputs)
-        self.o_proj = Linear(queries, hidden, has_bias=output)
+        linear = partial(Linear, compute_dtype=config.compute_dtype)
+        self.q_proj = linear(hidden, queries, has_bias=inputs)
+        self.k_proj = linear(hidden, keys, has_bias=inputs)
+        self.v_proj = linear(hidden, keys, has_bias=inputs)
+        self.o_proj = linear(queries, hidden, has_bias=output)
         self.q_norm = RMSNorm(self._width, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self._width, eps=config.rms_norm_eps) if config.qk_norm else None
 
@@ -87,7 +90,9 @@ class LlamaLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = GroupedQueryAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = SwiGLU(
+            config.hidden_size, config.intermediate_size, compute_dtype=config.compute_dtype
+        )
 
     def forward(
         self, hidden: Float[Tensor, "rows hidden"], step: Pass, selection: Selection | None = None

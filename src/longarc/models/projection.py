@@ -6,10 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longarc.config.model import ComputeDtype
 from longarc.models.kernels import rows as native_rows
 from longarc.models.kernels import vocabulary as native_vocabulary
 from longarc.models.kernels.native import native_for
 from longarc.models.layers import ROW_MULTIPLE, check_ids, pad_rows, padded_rows
+from longarc.models.rounding import product, rounded
 
 LOGIT_FLOATS = 1 << 25
 """Logits that exist at a time where nobody chooses a chunk [numbers]; a few times that is the peak."""
@@ -18,12 +20,15 @@ MAX_CHUNK_TOKENS = 512
 
 
 def project_logits(
-    hidden: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "vocab hidden"]
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    *,
+    compute_dtype: ComputeDtype = "float32",
 ) -> Float[Tensor, "tokens vocab"]:
     """Return logits in fp32 or better; a token's row does not depend on how many rows there are."""
     if native_for(hidden, weight):
-        return native_rows.linear(hidden, weight)
-    logits = pad_rows(hidden, padded_rows(len(hidden))) @ weight.mT
+        return native_rows.linear(hidden, weight, compute_dtype=compute_dtype)
+    logits = product(pad_rows(hidden, padded_rows(len(hidden))), weight, compute_dtype)
     return logits[: len(hidden)].to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -35,6 +40,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
+    compute_dtype: ComputeDtype = "float32",
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
     """Return ``log softmax(hidden weight^T / temperature)`` at the targets.
 
@@ -49,6 +55,7 @@ def token_logprobs(
         chunk_tokens: rows whose logits exist at a time; None takes as many as `LOGIT_FLOATS` allows. The
             native kernels choose for themselves.
         with_entropy: also return the entropy [nats] of each row's distribution.
+        compute_dtype: of the projection; the model's own.
 
     Returns:
         log-probabilities [nats], and entropies without gradient or None.
@@ -60,7 +67,12 @@ def token_logprobs(
         check_ids(targets, weight.shape[0])
     if native_for(hidden, weight):
         logprobs, entropy = native_vocabulary.token_logprobs(
-            hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
+            hidden,
+            weight,
+            targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            compute_dtype=compute_dtype,
         )
         return logprobs, entropy if with_entropy else None
     output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -70,6 +82,7 @@ def token_logprobs(
         temperature,
         chunk_tokens or chunk_size(weight.shape[0]),
         with_entropy,
+        compute_dtype,
     )
     logprobs, entropy = output
     return logprobs, entropy if with_entropy else None
@@ -96,6 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        compute_dtype: ComputeDtype,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(hidden), dtype=dtype)
@@ -103,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_sum = torch.empty_like(logprobs)
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = project_logits(hidden[chunk], weight)
+            logits = project_logits(hidden[chunk], weight, compute_dtype=compute_dtype)
             if temperature != 1.0:
                 logits.div_(temperature)
             log_sum[chunk] = logits.logsumexp(dim=1)
@@ -115,6 +129,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy[chunk] = log_sum[chunk] - expected
         ctx.save_for_backward(hidden, weight, targets, log_sum)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.compute_dtype = compute_dtype
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -124,15 +139,17 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, *_rest = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
+        factor = rounded(weight, ctx.compute_dtype)
         for start in range(0, len(hidden), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            logits = project_logits(hidden[chunk], weight).div_(ctx.temperature)
+            logits = project_logits(hidden[chunk], weight, compute_dtype=ctx.compute_dtype)
+            logits.div_(ctx.temperature)
             scale = (grad[chunk] / ctx.temperature)[:, None]
             grad_logits = logits.sub_(log_sum[chunk, None]).exp_().mul_(-scale)
             grad_logits.scatter_add_(1, targets[chunk, None], scale)
-            grad_logits = grad_logits.to(weight.dtype)
+            grad_logits = rounded(grad_logits.to(weight.dtype), ctx.compute_dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = grad_logits @ weight
+                grad_hidden[chunk] = grad_logits @ factor
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.mT, hidden[chunk])
-        return grad_hidden, grad_weight, None, None, None, None
+                grad_weight.addmm_(grad_logits.mT, rounded(hidden[chunk], ctx.compute_dtype))
+        return grad_hidden, grad_weight, None, None, None, None, None

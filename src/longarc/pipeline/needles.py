@@ -110,7 +110,10 @@ def score_texts(
     token_ids = torch.tensor(ids)
     places = torch.tensor([place for answer in answers for place in answer])
     hidden = model(token_ids, Layout.documents(lengths), attention=attention).hidden
-    logprobs = project_logits(hidden[places - 1], model.output_weight).log_softmax(dim=-1)
+    logits = project_logits(
+        hidden[places - 1], model.output_weight, compute_dtype=model.compute_dtype
+    )
+    logprobs = logits.log_softmax(dim=-1)
     targets = token_ids[places]
     is_best = torch.split(logprobs.argmax(dim=-1) == targets, [len(answer) for answer in answers])
     return NeedleScore(

@@ -27,6 +27,7 @@ from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
 from longarc.models.backbones.classes import check_all_is_read, transformers_config
 from longarc.models.build import check_memory
+from longarc.models.hf_config import computing_in
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
@@ -147,7 +148,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
     """Refuse a directory without weights, and stages that its model cannot do; return what it holds."""
-    model = pretrained_config(initial.path)
+    model = computing_in(pretrained_config(initial.path), initial.compute_dtype)
     with TensorFiles.of_directory(Path(initial.path)):
         pass  # the files are there, and as long as they say
     if initial.is_sparse and model.family != "glm_moe_dsa":

@@ -112,7 +112,8 @@ class Workspace:
         done = directory.final()
         if done is not None:
             return done
-        model = load_pretrained_dir(self.recipe.initial.path)
+        initial = self.recipe.initial
+        model = load_pretrained_dir(initial.path, compute_dtype=initial.compute_dtype)
         check_fits(self.tokenizer(), model.config, is_given=True)
         fields = self.manifest_fields(
             stage=INITIAL,

@@ -217,6 +217,7 @@ class PolicyObjective:
             _kept_ids(documents, micro_batch),
             temperature=self.temperature,
             with_entropy=with_entropy,
+            compute_dtype=model.compute_dtype,
         )
 
     @torch.no_grad()

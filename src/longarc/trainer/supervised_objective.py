@@ -126,7 +126,10 @@ def _add_micro_batch(
     )
     if objective.mode == "lm":
         logprobs, _ = token_logprobs(
-            output.hidden[micro_batch.source_rows], model.output_weight, micro_batch.target_ids
+            output.hidden[micro_batch.source_rows],
+            model.output_weight,
+            micro_batch.target_ids,
+            compute_dtype=model.compute_dtype,
         )
         lm_loss_sum = -logprobs.sum()
         sums.lm_loss = lm_loss_sum.item()

@@ -71,7 +71,7 @@ def test_a_peer_that_is_not_installed_does_not_count_as_beaten(capsys):
     bench = import_module("grpo")
     table = import_module("common").Table()
     measured = bench.Measured(ours=[bench.Spent(1.0, 1.0)], peer=[], versions={})
-    bench.add_rows(table, 32, measured)
+    bench.add_rows(table, bench.SMALL[0], measured)
     table.close()
     assert last_counts(capsys.readouterr().out) == (0, 1)
 
@@ -81,7 +81,7 @@ def test_the_ratio_to_the_peer_is_that_of_the_median_steps(capsys):
     table = import_module("common").Table()
     ours = [bench.Spent(t, t) for t in (1.0, 2.0, 30.0)]
     peer = [bench.Spent(t, t) for t in (1.0, 5.0, 6.0)]
-    bench.add_rows(table, 32, bench.Measured(ours=ours, peer=peer, versions={}))
+    bench.add_rows(table, bench.SMALL[0], bench.Measured(ours=ours, peer=peer, versions={}))
     table.close()
     output = capsys.readouterr().out
     assert "| 32.0 | 12.8 | 2.50 |" in output

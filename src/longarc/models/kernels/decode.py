@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, LlamaConfig
 from longarc.errors import ContractError
 from longarc.models.cache import CacheShape
 from longarc.models.kernels import structs
@@ -41,8 +41,10 @@ class NativeDecoder(BlockedPagedCache, ABC):
         shape: CacheShape,
         *,
         num_layers: int,
+        compute_dtype: ComputeDtype = "float32",
     ) -> None:
         self._library = required()
+        self._compute_dtype: ComputeDtype = compute_dtype
         super().__init__(tables, shape, num_layers=num_layers, lanes=self._library.lanes)
         self._weights = dict(weights)
         self._angles = angles
@@ -195,8 +197,8 @@ class NativeDecoder(BlockedPagedCache, ABC):
         logits = torch.empty(len(hidden), weight.shape[0])
         self._library.call(
             "packed_product",
-            *(len(hidden), *weight.shape, hidden.contiguous(), self._output, logits),
-            torch.get_num_threads(),
+            *(len(hidden), *weight.shape, hidden.contiguous(), self._output),
+            *(self._compute_dtype == "bfloat16", logits, torch.get_num_threads()),
         )
         return logits
 
@@ -223,7 +225,7 @@ class NativeDecoder(BlockedPagedCache, ABC):
                 )
             self._arena = Arena()
             self._layers = self._pack_layers()
-            self._output = self._library.packed(self._output_weight(), self._arena)
+            self._output = self._packed(self._output_weight())
             self._state = state
         return self._layers
 
@@ -232,7 +234,10 @@ class NativeDecoder(BlockedPagedCache, ABC):
 
     def _pack(self, *weights: Tensor) -> int:
         """Pack weights that share their input into one, and return its address."""
-        return self._library.packed(torch.cat(weights), self._arena).data_ptr()
+        return self._packed(torch.cat(weights)).data_ptr()
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        return self._library.packed(weight, self._arena, compute_dtype=self._compute_dtype)
 
     def _pack_each(self, weights: Sequence[Tensor]) -> int:
         """Pack weights one after another, and return the address of the first."""
@@ -271,6 +276,7 @@ class NativeLlama(NativeDecoder):
             {"keys": Table(heads, self._dim, True), "values": Table(heads, self._dim, False)},
             shape,
             num_layers=config.num_hidden_layers,
+            compute_dtype=config.compute_dtype,
         )
 
     def _shape(self, is_sparse: bool) -> ctypes.Structure:
@@ -281,6 +287,8 @@ class NativeLlama(NativeDecoder):
             num_heads=config.num_attention_heads,
             num_key_heads=config.num_key_value_heads,
             dim=self._dim,
+            width=config.intermediate_size,
+            is_bf16=self._compute_dtype == "bfloat16",
             eps=config.rms_norm_eps,
             scale=float(self._dim) ** -0.5,
         )
@@ -295,7 +303,10 @@ class NativeLlama(NativeDecoder):
                 output=self._pack(o),
                 post_norm=self._weight(i, "post_attention_layernorm.weight").data_ptr(),
                 **self._extras(i),
-                feed_forward=structs.FeedForward(**self._dense(i, "mlp")),
+                **{
+                    name: self._pack(self._weight(i, f"mlp.{name}_proj.weight"))
+                    for name in ("gate", "up", "down")
+                },
                 **structs.addresses(self.layer(i)),
             )
         return layers

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from longarc.config.model import ComputeDtype
 from longarc.errors import ContractError
 from longarc.models.kernels.build import library_path
 from longarc.models.kernels.memory import Arena
@@ -19,9 +20,10 @@ from longarc.models.kernels.memory import Arena
 _POINTER, _INTEGER, _REAL = "p", "i", "f"
 _SIGNATURES: Final = {
     "pack": "piiiip",
-    "packed_product": "iiipppi",
-    "product": "iiiipiipiiipiii",
-    "product_weight": "iiiipiipiipii",
+    "pack_bf16": "piiiip",
+    "packed_product": "iiippipi",
+    "product": "iiiipiipiiipiiii",
+    "product_weight": "iiiipiipiipiii",
     "rms_norm": "iipipfpipi",
     "rms_norm_backward": "iipippipppi",
     "layer_norm": "iipippfpi",
@@ -34,8 +36,8 @@ _SIGNATURES: Final = {
     "select": "pipiiippppi",
     "attention": "pipiiiiifpppppppi",
     "attention_backward": "pipiiiiifpppppppppi",
-    "logprobs": "iiippppfpppi",
-    "logprobs_backward": "iiippppfppppi",
+    "logprobs": "iiippppfpppii",
+    "logprobs_backward": "iiippppfppppii",
     "sample": "iippppppi",
     "llama_rows": "pppi",
     "mla_rows": "pppi",
@@ -92,17 +94,24 @@ class NativeLibrary:
             torch.get_num_threads(),
         )
 
-    def packed(self, weight: Tensor, arena: Arena | None = None) -> Tensor:
+    def packed(
+        self, weight: Tensor, arena: Arena | None = None, *, compute_dtype: ComputeDtype = "float32"
+    ) -> Tensor:
         """Return a weight [out, in] packed for ``packed_product``; strides are free.
 
         Args:
             weight: to be packed.
             arena: where it goes if it is to be kept.
+            compute_dtype: of the products. In bfloat16 each number of the result holds the bits of two weights.
         """
         num_out, num_in = weight.shape
-        size = self._packed_size(num_out, num_in)
+        is_bf16 = compute_dtype == "bfloat16"
+        size = self._packed_size(num_out, -(-num_in // 2) if is_bf16 else num_in)
         packed = torch.empty(size) if arena is None else arena.take(size)
-        self.call("pack", weight, weight.stride(0), weight.stride(1), num_out, num_in, packed)
+        self.call(
+            "pack_bf16" if is_bf16 else "pack",
+            *(weight, weight.stride(0), weight.stride(1), num_out, num_in, packed),
+        )
         return packed
 
 

@@ -1,23 +1,30 @@
 """Row-wise operations with gradients: product, norm, rotation, feed-forward, and the product per head.
 
 Their eager twins are the plain torch expressions in ``longarc.models``. All inputs are fp32 on the CPU;
-the callers check that with ``native_for``. Shape letters: T rows, n heads, d width.
+the callers check that with ``native_for``. With ``compute_dtype="bfloat16"`` the factors of a product, in backward
+too, are rounded to bfloat16; what it sums, gradients included, is fp32.
+Shape letters: T rows, n heads, d width.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longarc.config.model import ComputeDtype
 from longarc.models.kernels.native import required
 
 
 def linear(
-    x: Float[Tensor, "T inputs"], weight: Float[Tensor, "outputs inputs"]
+    x: Float[Tensor, "T inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    *,
+    compute_dtype: ComputeDtype = "float32",
 ) -> Float[Tensor, "T outputs"]:
     """Return ``x weight^T``; a row's numbers depend on that row alone."""
-    output: Tensor = _HeadProduct.apply(x[None], weight[None])  # type: ignore[no-untyped-call]
+    output: Tensor = _HeadProduct.apply(x[None], weight[None], compute_dtype)  # type: ignore[no-untyped-call]
     return output[0]
 
 
@@ -25,7 +32,7 @@ def head_product(
     x: Float[Tensor, "T n inputs"], weight: Float[Tensor, "n outputs inputs"]
 ) -> Float[Tensor, "T n outputs"]:
     """Return ``x[:, h] weight[h]^T`` for every head."""
-    output: Tensor = _HeadProduct.apply(x.transpose(0, 1), weight)  # type: ignore[no-untyped-call]
+    output: Tensor = _HeadProduct.apply(x.transpose(0, 1), weight, "float32")  # type: ignore[no-untyped-call]
     return output.transpose(0, 1)
 
 
@@ -33,30 +40,33 @@ class _HeadProduct(torch.autograd.Function):
     """Batched product; the result lies in memory as [T, n, outputs]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, compute_dtype: ComputeDtype) -> Tensor:
         x = _dense_rows(x)
         ctx.save_for_backward(x, weight)
+        ctx.compute_dtype = compute_dtype
         heads, rows, _ = x.shape
         output = x.new_empty(rows, heads, weight.shape[1]).transpose(0, 1)
-        product(x, weight, output)
+        product(x, weight, output, compute_dtype=compute_dtype)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = _dense_rows(grad)
         heads, rows, inputs = x.shape
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = x.new_empty(rows, heads, inputs).transpose(0, 1)
-            product(grad, weight.mT, grad_x)
+            product(grad, weight.mT, grad_x, compute_dtype=ctx.compute_dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight.new_zeros(weight.shape)
-            add_weight_gradient(grad, x, grad_weight)
-        return grad_x, grad_weight
+            grad_weight = weight.new_empty(weight.shape)
+            weight_gradient(grad, x, grad_weight, compute_dtype=ctx.compute_dtype)
+        return grad_x, grad_weight, None
 
 
-def product(x: Tensor, weight: Tensor, output: Tensor) -> None:
+def product(
+    x: Tensor, weight: Tensor, output: Tensor, *, compute_dtype: ComputeDtype = "float32"
+) -> None:
     """Set ``output[b] = x[b] weight[b]^T``; rows of ``x`` and ``output`` are without gaps, strides free."""
     batches, rows, inputs = x.shape
     weight_batch, weight_row, weight_column = weight.stride()
@@ -66,12 +76,15 @@ def product(x: Tensor, weight: Tensor, output: Tensor) -> None:
         *(x, x.stride(0), x.stride(1)),
         *(weight, weight_batch, weight_row, weight_column),
         *(output, output.stride(0), output.stride(1)),
+        compute_dtype == "bfloat16",
         torch.get_num_threads(),
     )
 
 
-def add_weight_gradient(grad: Tensor, x: Tensor, grad_weight: Tensor) -> None:
-    """Add ``grad[b]^T x[b]`` to the contiguous ``grad_weight[b]``."""
+def weight_gradient(
+    grad: Tensor, x: Tensor, grad_weight: Tensor, *, compute_dtype: ComputeDtype = "float32"
+) -> None:
+    """Set the contiguous ``grad_weight[b]`` to ``grad[b]^T x[b]``."""
     batches, rows, inputs = x.shape
     required().call(
         "product_weight",
@@ -79,6 +92,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, grad_weight: Tensor) -> None:
         *(grad, grad.stride(0), grad.stride(1)),
         *(x, x.stride(0), x.stride(1)),
         *(grad_weight, grad_weight.stride(0)),
+        compute_dtype == "bfloat16",
         torch.get_num_threads(),
     )
 
@@ -177,9 +191,11 @@ def feed_forward(
     gate: Float[Tensor, "width hidden"],
     up: Float[Tensor, "width hidden"],
     down: Float[Tensor, "hidden width"],
+    *,
+    compute_dtype: ComputeDtype = "float32",
 ) -> Float[Tensor, "T hidden"]:
     """Return ``down(silu(gate x) * up x)``."""
-    output: Tensor = _FeedForward.apply(x, gate, up, down)  # type: ignore[no-untyped-call]
+    output: Tensor = _FeedForward.apply(x, gate, up, down, compute_dtype)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -187,38 +203,43 @@ class _FeedForward(torch.autograd.Function):
     """Keeps gate and up of every row; the activation is computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, compute_dtype: ComputeDtype
+    ) -> Tensor:
         x = x.contiguous()
         rows, width = x.shape[0], gate.shape[0]
         gate_up = x.new_empty(rows, 2 * width)
-        product(x[None], gate[None], gate_up[None, :, :width])
-        product(x[None], up[None], gate_up[None, :, width:])
+        product(x[None], gate[None], gate_up[None, :, :width], compute_dtype=compute_dtype)
+        product(x[None], up[None], gate_up[None, :, width:], compute_dtype=compute_dtype)
         activated = x.new_empty(rows, width)
         required().call("swiglu", rows, width, gate_up, activated, torch.get_num_threads())
         output = x.new_empty(rows, down.shape[0])
-        product(activated[None], down[None], output[None])
+        product(activated[None], down[None], output[None], compute_dtype=compute_dtype)
         ctx.save_for_backward(x, gate, up, down, gate_up)
+        ctx.compute_dtype = compute_dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gate_up = ctx.saved_tensors
+        back = partial(product, compute_dtype=ctx.compute_dtype)
+        of_weight = partial(weight_gradient, compute_dtype=ctx.compute_dtype)
         grad = _dense_rows(grad)
         rows, width = x.shape[0], gate.shape[0]
         grad_activated, activated = x.new_empty(rows, width), x.new_empty(rows, width)
-        product(grad[None], down.mT[None], grad_activated[None])
+        back(grad[None], down.mT[None], grad_activated[None])
         grad_gate_up = torch.empty_like(gate_up)
         required().call(
             "swiglu_backward",
             *(rows, width, gate_up, grad_activated, grad_gate_up, activated),
             torch.get_num_threads(),
         )
-        grad_gate, grad_up = torch.zeros_like(gate), torch.zeros_like(up)
-        grad_down = torch.zeros_like(down)
-        add_weight_gradient(grad[None], activated[None], grad_down[None])
-        add_weight_gradient(grad_gate_up[None, :, :width], x[None], grad_gate[None])
-        add_weight_gradient(grad_gate_up[None, :, width:], x[None], grad_up[None])
+        grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        grad_down = down.new_empty(down.shape)
+        of_weight(grad[None], activated[None], grad_down[None])
+        of_weight(grad_gate_up[None, :, :width], x[None], grad_gate[None])
+        of_weight(grad_gate_up[None, :, width:], x[None], grad_up[None])
         grad_x, from_up = torch.empty_like(x), torch.empty_like(x)
-        product(grad_gate_up[None, :, :width], gate.mT[None], grad_x[None])
-        product(grad_gate_up[None, :, width:], up.mT[None], from_up[None])
-        return grad_x.add_(from_up), grad_gate, grad_up, grad_down
+        back(grad_gate_up[None, :, :width], gate.mT[None], grad_x[None])
+        back(grad_gate_up[None, :, width:], up.mT[None], from_up[None])
+        return grad_x.add_(from_up), grad_gate, grad_up, grad_down, None

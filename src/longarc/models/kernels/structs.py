@@ -1,4 +1,6 @@
-"""The structures of ``cpu/decode.h``, ``steps.h``, ``draft.h`` and ``rounds.h`` in ctypes: same names, same order, same types."""
+"""The structures of ``cpu/new_rows.h``, ``llama.h``, ``mla.h``, ``steps.h``, ``draft.h`` and ``rounds.h`` in ctypes: same
+names, same order, same types.
+"""
 
 import ctypes
 from typing import ClassVar, TypeAlias
@@ -60,8 +62,7 @@ class LlamaLayer(ctypes.Structure):
 
     _fields_: ClassVar[list[_CField]] = [
         *_pointers("input_norm qkv output post_norm qkv_bias output_bias q_norm k_norm"),
-        ("feed_forward", FeedForward),
-        *_pointers("keys values"),
+        *_pointers("gate up down keys values"),
     ]
 
 
@@ -69,7 +70,7 @@ class LlamaShape(ctypes.Structure):
     """Sizes of a Llama-type decoder."""
 
     _fields_: ClassVar[list[_CField]] = [
-        *_integers("num_layers hidden num_heads num_key_heads dim"),
+        *_integers("num_layers hidden num_heads num_key_heads dim width is_bf16"),
         *_reals("eps scale"),
     ]
 

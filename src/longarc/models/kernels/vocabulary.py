@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longarc.config.model import ComputeDtype
 from longarc.models.kernels.native import check_ids, required
 
 PACKED_FLOATS = 1 << 24
@@ -24,11 +25,12 @@ def token_logprobs(
     *,
     temperature: float,
     with_entropy: bool,
+    compute_dtype: ComputeDtype = "float32",
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " entropies"]]:
     """Return log-probabilities [nats] of the targets, and entropies (or nothing) without gradient."""
     check_ids(targets, len(weight))
     output: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, with_entropy
+        hidden, weight, targets, temperature, with_entropy, compute_dtype
     )
     return output
 
@@ -42,19 +44,23 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         with_entropy: bool,
+        compute_dtype: ComputeDtype,
     ) -> tuple[Tensor, Tensor]:
         hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
         rows, width = hidden.shape
         logprobs, log_sums = hidden.new_empty(rows), hidden.new_empty(rows)
         entropy = hidden.new_empty(rows if with_entropy else 0)
-        packed = required().packed(weight) if weight.numel() <= PACKED_FLOATS else None
+        packed = None
+        if weight.numel() <= PACKED_FLOATS:
+            packed = required().packed(weight, compute_dtype=compute_dtype)
         required().call(
             "logprobs",
             *(rows, weight.shape[0], width, hidden, weight, packed, targets, temperature),
-            *(logprobs, log_sums, entropy if with_entropy else None, torch.get_num_threads()),
+            *(logprobs, log_sums, entropy if with_entropy else None),
+            *(compute_dtype == "bfloat16", torch.get_num_threads()),
         )
         ctx.save_for_backward(hidden, weight, targets, log_sums, packed)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.compute_dtype = temperature, compute_dtype
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -62,14 +68,15 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, packed = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         required().call(
             "logprobs_backward",
             *(*hidden.shape[:1], weight.shape[0], weight.shape[1]),
             *(hidden, weight, packed, targets, ctx.temperature, log_sums, grad.contiguous()),
-            *(grad_hidden, grad_weight, torch.get_num_threads()),
+            *(grad_hidden, grad_weight),
+            *(ctx.compute_dtype == "bfloat16", torch.get_num_threads()),
         )
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def sample_rows(

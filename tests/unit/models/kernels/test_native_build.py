@@ -80,7 +80,8 @@ def test_python_calls_every_c_function_with_its_own_arguments():
     "name", ["Rows", "Steps", "FeedForward", "LlamaLayer", "LlamaShape", "MlaLayer", "MlaShape"]
 )
 def test_structures_have_the_fields_of_their_c_twins(name):
-    source = "".join((build.SOURCES / file).read_text() for file in ("decode.h", "steps.h"))
+    headers = ("new_rows.h", "llama.h", "mla.h", "steps.h")
+    source = "".join((build.SOURCES / file).read_text() for file in headers)
     body = re.search(rf"struct {name} {{(.*?)\n}};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int64_t": ctypes.c_int64, "FeedForward": structs.FeedForward}
     declared = []

@@ -7,7 +7,7 @@
 // Depth 1 reads token n, leaves r_n and drafts token n + 1. A later depth reads that one and asks the same rows.
 #pragma once
 
-#include "decode.h"
+#include "mla.h"
 
 namespace longarc {
 

@@ -2,7 +2,7 @@
 // order of its choice, so that no row's result depends on the others.
 #pragma once
 
-#include "gemm.h"
+#include "bf16.h"
 #include "rows.h"
 
 namespace longarc {
@@ -145,9 +145,10 @@ LONGARC_ONE_COPY inline void experts_backward(const ExpertShape& shape, int64_t 
             swiglu_backward_row(gates + at, gates + at + width, d_activated + i * width, d_gates + at,
                                 d_gates + at + width, width);
         }
-        add_weight_gradient(count, hidden, width, d_out, hidden, activated, width, d_down + e * hidden * width);
-        add_weight_gradient(count, 2 * width, hidden, d_gates, 2 * width, gathered, hidden,
-                            d_gate_up + e * 2 * width * hidden);
+        weight_gradient<float, Store::ADD>(count, hidden, width, d_out, hidden, activated, width,
+                                           d_down + e * hidden * width);
+        weight_gradient<float, Store::ADD>(count, 2 * width, hidden, d_gates, 2 * width, gathered, hidden,
+                                           d_gate_up + e * 2 * width * hidden);
         pack(gate_up + e * 2 * width * hidden, 1, hidden, hidden, 2 * width, packed);
         gemm(count, hidden, 2 * width, d_gates, 2 * width, packed, gathered, hidden);
         for (int64_t i = 0; i < count; i++)

@@ -1,5 +1,7 @@
 // Matrix product of rows with a packed weight: y[m][n] = sum_k x[m][k] * w[n][k], summed over k in order.
 //
+// A step of the sum is one number (float) or two (Pair); strides and num_in count steps.
+//
 // Each output is one chain of multiply-adds, whatever the tile it falls into: a row's result does not
 // depend on the number of rows, and a column's does not depend on which weights were packed beside it.
 #pragma once
@@ -53,8 +55,8 @@ enum class Store { SET, ADD };
 
 // With ACROSS the summed index runs down the rows of x and a row of the product is a column of x.
 // With FETCH it fetches LANES numbers of `ahead` for each k: weights come from far away, and travel meanwhile.
-template <int ROWS, int VECS, Store MODE, bool ACROSS, bool FETCH>
-inline void tile(const float* x, int64_t x_stride, const float* panel, const float* ahead, int64_t num_in, float* y,
+template <int ROWS, int VECS, Store MODE, bool ACROSS, bool FETCH, class Number>
+inline void tile(const Number* x, int64_t x_stride, const Number* panel, const Number* ahead, int64_t num_in, float* y,
                  int64_t y_stride, int64_t num_columns) {
     Vec sums[ROWS][VECS];
 #pragma GCC unroll 16
@@ -62,13 +64,13 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, const flo
 #pragma GCC unroll 2
         for (int v = 0; v < VECS; v++) sums[r][v] = Vec{};
     for (int64_t k = 0; k < num_in; k++) {
-        Vec w[VECS];
+        decltype(load(panel)) w[VECS];
         if (FETCH) __builtin_prefetch(ahead + k * LANES);
 #pragma GCC unroll 2
         for (int v = 0; v < VECS; v++) w[v] = load(panel + k * PANEL + v * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            const Vec a = splat(ACROSS ? x[k * x_stride + r] : x[r * x_stride + k]);
+            const auto a = splat(ACROSS ? x[k * x_stride + r] : x[r * x_stride + k]);
 #pragma GCC unroll 2
             for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(a, w[v], sums[r][v]);
         }
@@ -84,8 +86,8 @@ inline void tile(const float* x, int64_t x_stride, const float* panel, const flo
         }
 }
 
-template <int VECS, Store MODE, bool ACROSS>
-inline void tile_of(int rows, const float* x, int64_t x_stride, const float* panel, const float* ahead,
+template <int VECS, Store MODE, bool ACROSS, class Number>
+inline void tile_of(int rows, const Number* x, int64_t x_stride, const Number* panel, const Number* ahead,
                     int64_t num_in, float* y, int64_t y_stride, int64_t num_columns) {
 #define LONGARC_TILE(N)                                                                                          \
     case N:                                                                                                      \
@@ -116,9 +118,9 @@ inline void tile_of(int rows, const float* x, int64_t x_stride, const float* pan
 }
 
 // y (+)= x w^T for packed w; with ACROSS y (+)= x^T w^T. Rows are split into tiles of nearly equal height.
-template <Store MODE = Store::SET, bool ACROSS = false>
-inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, int64_t x_stride,
-                 const float* packed, float* y, int64_t y_stride) {
+template <Store MODE = Store::SET, bool ACROSS = false, class Number>
+inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const Number* x, int64_t x_stride,
+                 const Number* packed, float* y, int64_t y_stride) {
     if (num_rows == 0) return;
     const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     // A block of rows stays in the first cache levels while all panels pass over it.
@@ -126,15 +128,15 @@ inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float*
     for (int64_t first_tile = 0; first_tile < num_tiles; first_tile += block_tiles) {
         const int64_t last_tile = std::min(num_tiles, first_tile + block_tiles);
         for (int64_t column = 0; column < num_out; column += PANEL) {
-            const float* panel = packed + column * num_in;
+            const Number* panel = packed + column * num_in;
             for (int64_t t = first_tile; t < last_tile; t++) {
                 const int64_t row = num_rows * t / num_tiles;
                 const int rows = int(num_rows * (t + 1) / num_tiles - row);
-                const float* from = ACROSS ? x + row : x + row * x_stride;
+                const Number* from = ACROSS ? x + row : x + row * x_stride;
                 float* to = y + row * y_stride + column;
                 // The last two of several tiles fetch the halves of the next panel, where a vector for each k is half.
                 const int64_t half = t - (last_tile - 2);
-                const float* ahead = nullptr;
+                const Number* ahead = nullptr;
                 if (half >= 0 && last_tile - first_tile > 2) ahead = panel + (PANEL + half * LANES) * num_in;
                 if (num_out - column <= LANES)
                     tile_of<1, MODE, ACROSS>(rows, from, x_stride, panel, ahead, num_in, to, y_stride,
@@ -166,21 +168,14 @@ class Scratch {
         return memory_.data();
     }
 
+    template <class Number>
+    Number* numbers(int64_t count) {
+        static_assert(sizeof(Number) == sizeof(float));
+        return reinterpret_cast<Number*>(floats(count));
+    }
+
   private:
     Floats memory_;
 };
-
-// dw += dy^T x, the weight gradient of y = x w^T; rows in blocks whose panels stay in the cache.
-inline void add_weight_gradient(int64_t num_rows, int64_t num_out, int64_t num_in, const float* dy, int64_t dy_stride,
-                                const float* x, int64_t x_stride, float* dw) {
-    constexpr int64_t BLOCK = 512;
-    thread_local Scratch scratch;
-    float* panels = scratch.floats(packed_size(num_in, BLOCK));
-    for (int64_t first = 0; first < num_rows; first += BLOCK) {
-        const int64_t count = std::min(BLOCK, num_rows - first);
-        pack(x + first * x_stride, 1, x_stride, num_in, count, panels);
-        gemm<Store::ADD, true>(num_out, num_in, count, dy + first * dy_stride, dy_stride, panels, dw, num_in);
-    }
-}
 
 }  // namespace longarc

@@ -310,7 +310,7 @@ inline void run_rounds(const MlaShape& shape, const MlaLayer* layers, const Rows
         });
         verification.fill(newest, chains.data(), drafts, shape.hidden);
         const Rows all = verification.rows(start);
-        run_rows<MlaAttention>(shape, layers, all, num_threads);
+        run_mla(shape, layers, all, num_threads);
         verify_chains(shape, rounds, all, verification.first, chains, num_drawn, drafts, num_accepted, num_threads);
         keep_chains(shape, layer, draft, all, verification.first, chains, num_threads);
         bool is_over = *rounds.interrupt;

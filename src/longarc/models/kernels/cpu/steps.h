@@ -4,14 +4,15 @@
 // rows are the same in all steps and no step is wasted.
 #pragma once
 
-#include "decode.h"
+#include "new_rows.h"
+#include "team.h"
 #include "vocabulary.h"
 
 namespace longarc {
 
 struct Steps {
     int64_t max_steps, vocab;
-    const float* output;           // packed output projection
+    const void* output;            // packed output projection
     const float* temperatures;     // [row]
     const double* uniforms;        // [step][row]
     const int64_t *stop_ids, *stop_ends;  // stop ids of row r end at stop_ends[r], where those of row r + 1 begin
@@ -22,25 +23,35 @@ struct Steps {
     int64_t num_steps;             // out: how many were made
 };
 
-// Projects hidden states to the vocabulary and draws a token for each; logits of a block stay in the cache.
-inline void draw_rows(const Rows& rows, int64_t hidden, const Steps& steps, int64_t step, int64_t num_threads) {
-    constexpr int64_t BLOCK = 60;
-    for_rows(rows.num, num_threads, [&](int64_t begin, int64_t total) {
-        thread_local Scratch scratch;
-        float* logits = scratch.floats(BLOCK * steps.vocab);
-        const int64_t num_blocks = (total + BLOCK - 1) / BLOCK;
-        for (int64_t b = 0; b < num_blocks; b++) {
-            const int64_t first = begin + total * b / num_blocks, count = begin + total * (b + 1) / num_blocks - first;
-            gemm(count, steps.vocab, hidden, rows.hidden + first * hidden, hidden, steps.output, logits, steps.vocab);
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t r = first + i, at = step * rows.num + r;
-                const Drawn drawn = sample_row(logits + i * steps.vocab, steps.vocab, steps.temperatures[r],
-                                               steps.uniforms[at]);
-                steps.tokens[at] = drawn.token, steps.logprobs[at] = drawn.logprob;
-                steps.is_finite[r] = drawn.is_finite;
-            }
+constexpr int64_t DRAWN_ROWS = 64;  // whose logits exist at a time
+
+inline int64_t logits_stride(int64_t vocab) {
+    return round_up(vocab, LANES) + LANES;  // no power of two, which would crowd a few cache sets
+}
+
+// Projects hidden states to the vocabulary and draws a token for each. Every member of a team calls it; `logits` has
+// room for DRAWN_ROWS rows.
+template <class Number>
+void draw_rows(const Rows& rows, int64_t hidden, const Steps& steps, float* logits, const Member& me) {
+    thread_local Scratch rounded;
+    const int64_t stride = logits_stride(steps.vocab);
+    const Stretch columns = me.part(steps.vocab, PANEL);
+    for (int64_t first = 0; first < rows.num; first += DRAWN_ROWS) {
+        const int64_t count = std::min(DRAWN_ROWS, rows.num - first);
+        const Operand<Number> in = operand<Number>(rows.hidden + first * hidden, hidden, count, hidden, rounded);
+        gemm(count, columns.size(), in.steps, in.rows, in.stride,
+             static_cast<const Number*>(steps.output) + columns.begin * in.steps, logits + columns.begin, stride);
+        me.wait();
+        const Stretch own = me.part(count);
+        for (int64_t i = own.begin; i < own.end; i++) {
+            const int64_t r = first + i, at = steps.num_steps * rows.num + r;
+            const Drawn drawn =
+                sample_row(logits + i * stride, steps.vocab, steps.temperatures[r], steps.uniforms[at]);
+            steps.tokens[at] = drawn.token, steps.logprobs[at] = drawn.logprob;
+            steps.is_finite[r] = drawn.is_finite;
         }
-    });
+        me.wait();
+    }
 }
 
 // Whether a row drew a stop id, or could not draw at all.
@@ -54,19 +65,22 @@ inline bool any_ends(const Steps& steps, const int64_t* tokens, int64_t num_rows
     return false;
 }
 
-// `run(rows)` takes rows through all layers.
-template <class Run>
-inline void run_steps(const Rows& first, int64_t hidden, Steps& steps, int64_t num_threads, Run run) {
-    std::vector<int64_t> positions(first.positions, first.positions + first.num);
-    Rows rows = first;
-    rows.positions = positions.data();
-    for (steps.num_steps = 0; steps.num_steps < steps.max_steps;) {
-        run(rows);
-        draw_rows(rows, hidden, steps, steps.num_steps, num_threads);
-        rows.tokens = steps.tokens + steps.num_steps++ * rows.num;
-        if (*steps.interrupt || any_ends(steps, rows.tokens, rows.num)) return;
-        for (int64_t& position : positions) position++;
+// The rows of one step after the other.
+struct StepRows {
+    Rows rows;
+    std::vector<int64_t> positions;
+
+    explicit StepRows(const Rows& first) : rows(first), positions(first.positions, first.positions + first.num) {
+        rows.positions = positions.data();
     }
-}
+
+    // Counts a finished step and lets the rows go on with its tokens; false where there is no further step.
+    bool advance(Steps& steps) {
+        rows.tokens = steps.tokens + steps.num_steps++ * rows.num;
+        if (*steps.interrupt || any_ends(steps, rows.tokens, rows.num)) return false;
+        for (int64_t& position : positions) position++;
+        return steps.num_steps < steps.max_steps;
+    }
+};
 
 }  // namespace longarc

@@ -92,6 +92,30 @@ inline void store_first(float* to, Vec value, int count) {
 }
 #endif
 
+// Two numbers in bfloat16, the one of even index in the low half: what a product in bfloat16 takes at a time.
+enum class Pair : uint32_t {};
+typedef uint32_t PairVec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t UnalignedPairVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+inline PairVec load(const Pair* from) { return *reinterpret_cast<const UnalignedPairVec*>(from); }
+inline void store(Pair* to, PairVec value) { *reinterpret_cast<UnalignedPairVec*>(to) = value; }
+inline PairVec splat(Pair value) { return uint32_t(value) - PairVec{}; }
+
+// a0 * b0 + (a1 * b1 + c), rounded to fp32 after each addition. A product of two bfloat16 is a float without rounding.
+inline Vec multiply_add(PairVec a, PairVec b, Vec c) {
+#if defined(__AVX512BF16__)
+    return Vec(_mm512_dpbf16_ps(__m512(c), (__m512bh)a, (__m512bh)b));
+#else
+    const auto as_floats = [](PairVec bits) {
+        Vec value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    };
+    c = multiply_add(as_floats(a & 0xffff0000u), as_floats(b & 0xffff0000u), c);
+    return multiply_add(as_floats(a << 16), as_floats(b << 16), c);
+#endif
+}
+
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 inline bool any_lane(IntVec mask) {

@@ -1,7 +1,7 @@
 // From hidden states to log-probabilities of tokens, and to sampled tokens: one log-softmax for both.
 #pragma once
 
-#include "gemm.h"
+#include "bf16.h"
 #include "rows.h"
 
 namespace longarc {
@@ -140,30 +140,35 @@ struct LogitBlock {
     }
 
     // logits = x w^T for `count` rows.
+    template <class Number>
     void product(int64_t count, int64_t hidden, const float* x, const float* w, int64_t num_threads) const {
+        thread_local Scratch rounded;
+        const Operand<Number> in = operand<Number>(x, hidden, count, hidden, rounded);
         for_rows(vocab, num_threads, [&](int64_t begin, int64_t total) {
             thread_local Scratch scratch;
-            float* panels = scratch.floats(packed_size(SLICE, hidden));
+            Number* panels = scratch.numbers<Number>(packed_size(SLICE, in.steps));
             for (int64_t first = begin; first < begin + total; first += SLICE) {
                 const int64_t columns = std::min(SLICE, begin + total - first);
                 pack(w + first * hidden, hidden, 1, columns, hidden, panels);
-                gemm(count, columns, hidden, x, hidden, panels, logits + first, stride);
+                gemm(count, columns, in.steps, in.rows, in.stride, panels, logits + first, stride);
             }
         });
     }
 
     // y = logits w for `count` rows, summed over one slice of the vocabulary after another.
+    template <class Number>
     void product_back(int64_t count, int64_t hidden, const float* w, float* y, int64_t num_threads) const {
         for_rows(hidden, num_threads, [&](int64_t begin, int64_t columns) {
-            thread_local Scratch scratch;
-            float* panels = scratch.floats(packed_size(columns, SLICE));
+            thread_local Scratch scratch, rounded;
+            Number* panels = scratch.numbers<Number>(packed_size(columns, SLICE));
             for (int64_t first = 0; first < vocab; first += SLICE) {
                 const int64_t size = std::min(SLICE, vocab - first);
+                const Operand<Number> in = operand<Number>(logits + first, stride, count, size, rounded);
                 pack(w + first * hidden + begin, 1, hidden, columns, size, panels);
                 if (first == 0)
-                    gemm(count, columns, size, logits, stride, panels, y + begin, hidden);
+                    gemm(count, columns, in.steps, in.rows, in.stride, panels, y + begin, hidden);
                 else
-                    gemm<Store::ADD>(count, columns, size, logits + first, stride, panels, y + begin, hidden);
+                    gemm<Store::ADD>(count, columns, in.steps, in.rows, in.stride, panels, y + begin, hidden);
             }
         });
     }

@@ -1,4 +1,4 @@
-// One pass of new tokens over cached sequences, through all layers in one call.
+// One pass of new tokens over cached sequences through a decoder of the GLM-5 family.
 //
 //   rows (token, slot, position) --> embedding --> [ norm, attention, norm, feed-forward ] x layers --> norm
 //
@@ -11,36 +11,12 @@
 #include <thread>
 
 #include "experts.h"
+#include "new_rows.h"
 #include "row_attention.h"
 
 namespace longarc {
 
 constexpr int64_t CHUNK_ROWS = 64;
-
-// The new tokens. Position p of a slot's sequence lies in page pages[slot][p >> page_shift] of every table.
-struct Rows {
-    const int64_t *tokens, *slots, *positions;
-    const int64_t* pages;  // [slot][slot_pages]
-    int64_t num, slot_pages, page_shift;
-    const float *embedding, *cos, *sin;  // angles of all positions, [position][width / 2]
-    const float* final_norm;
-    float* hidden;  // out, [row][hidden]
-    int64_t ends_only;  // hidden is wanted of the last row of each sequence alone; the other rows are left as they are
-};
-
-inline int64_t page_keys(const Rows& rows) { return int64_t(1) << rows.page_shift; }
-
-// The pages of a row's sequence, its own page, and its place there.
-inline const int64_t* pages_of(const Rows& rows, int64_t row) { return rows.pages + rows.slots[row] * rows.slot_pages; }
-inline int64_t page_of(const Rows& rows, int64_t row) {
-    return pages_of(rows, row)[rows.positions[row] >> rows.page_shift];
-}
-inline int64_t place_in_page(const Rows& rows, int64_t row) { return rows.positions[row] & (page_keys(rows) - 1); }
-
-// Whether a row is the last of its sequence in this call.
-inline bool is_end(const Rows& rows, int64_t row) {
-    return row + 1 == rows.num || rows.slots[row + 1] != rows.slots[row];
-}
 
 // A feed-forward of one layer, weights packed. Experts where num_experts > 0, else dense of `width`.
 struct FeedForward {
@@ -50,18 +26,6 @@ struct FeedForward {
     int64_t num_experts, num_chosen, width, shared_width;
     int64_t normalise;
     float scale;
-};
-
-struct LlamaLayer {
-    const float *input_norm, *qkv, *output, *post_norm;
-    const float *qkv_bias, *output_bias, *q_norm, *k_norm;  // null where the model has none
-    FeedForward feed_forward;
-    float *keys, *values;  // [page][head][position blocks][dim][LANES] and [page][head][position][dim]
-};
-
-struct LlamaShape {
-    int64_t num_layers, hidden, num_heads, num_key_heads, dim;
-    float eps, scale;
 };
 
 // A layer that reuses the selection of one before it has no indexer: no index_keys, and no rows of one in its weights.
@@ -97,7 +61,6 @@ struct ChunkScratch {
     std::vector<int32_t> selected;  // positions by row of the chunk, from a layer with an indexer to those without
     Floats scores;
     SeenKeys seen[2];
-    AttendScratch attend;
     RowScratch attend_rows;
 };
 
@@ -138,88 +101,6 @@ inline void feed_forward_rows(const FeedForward& ff, int64_t hidden, int64_t num
     for (int64_t i = 0; i < num * hidden; i++) x[i] += mixed[i];
 }
 
-inline void prefetch(const float* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
-}
-
-// Decoding reads every key and value once and from far away: the next ones are fetched during this one's work.
-inline void prefetch(const Keys& keys) {
-    const int64_t* number = keys.pages.numbers;
-    for (int64_t first = 0; first < keys.num; first += keys.pages.keys, number++) {
-        const int64_t num = std::min(keys.pages.keys, keys.num - first);
-        prefetch(keys.blocked + *number * keys.blocked_page, round_up(num, LANES) * keys.dim);
-        prefetch(keys.values + *number * keys.values_page, num * keys.value_stride);
-    }
-}
-
-// Each row plus `bias`, in the order of the sums that training makes: first the whole product, then the bias.
-inline void add_bias_rows(float* rows, const float* bias, int64_t num, int64_t width) {
-    for (int64_t r = 0; r < num; r++)
-        for (int64_t i = 0; i < width; i++) rows[r * width + i] += bias[i];
-}
-
-// Attention of a chunk in two parts, of which others wait for the first: `keys` writes what rows [first, first + num)
-// leave in the cache, `queries` adds to the residual stream what rows [begin, end) of the chunk attend to.
-struct LlamaAttention {
-    static void keys(const LlamaShape& shape, const LlamaLayer& layer, const Rows& rows, int64_t first, int64_t num,
-                     ChunkScratch& s) {
-        const int64_t dim = shape.dim, queries = shape.num_heads * dim, keys = shape.num_key_heads * dim;
-        const int64_t width = queries + 2 * keys;
-        float* projected = s.projected.floats(num * width);
-        gemm(num, width, shape.hidden, s.normed.floats(0), shape.hidden, layer.qkv, projected, width);
-        if (layer.qkv_bias) add_bias_rows(projected, layer.qkv_bias, num, width);
-        for (int64_t r = 0; r < num; r++) {
-            const int64_t position = rows.positions[first + r], half = dim / 2;
-            float* row = projected + r * width;
-            if (layer.q_norm) {
-                rms_norm_rows(row, layer.q_norm, row, shape.num_heads, dim, shape.eps);
-                rms_norm_rows(row + queries, layer.k_norm, row + queries, shape.num_key_heads, dim, shape.eps);
-            }
-            for (int64_t h = 0; h < shape.num_heads + shape.num_key_heads; h++)
-                rotate_row(row + h * dim, rows.cos + position * half, rows.sin + position * half, dim, false, 1.0f);
-            const int64_t page = page_of(rows, first + r), place = place_in_page(rows, first + r);
-            for (int64_t g = 0; g < shape.num_key_heads; g++) {
-                const int64_t table = (page * shape.num_key_heads + g) * page_keys(rows) * dim;
-                write_blocked(layer.keys + table, place, row + queries + g * dim, dim);
-                std::memcpy(layer.values + table + place * dim, row + queries + keys + g * dim, sizeof(float) * dim);
-            }
-        }
-    }
-
-    static void queries(const LlamaShape& shape, const LlamaLayer& layer, const Rows& rows, int64_t first,
-                        int64_t begin, int64_t end, ChunkScratch& s) {
-        const int64_t dim = shape.dim, queries = shape.num_heads * dim, num = end - begin;
-        const int64_t width = queries + 2 * shape.num_key_heads * dim, group = shape.num_heads / shape.num_key_heads;
-        const float* projected = s.projected.floats(0) + begin * width;
-        float* attended = s.attended.floats(num * queries);
-        const int64_t head_size = page_keys(rows) * dim, page_size = shape.num_key_heads * head_size;
-        auto keys_of = [&](int64_t pair) {
-            const int64_t row = first + begin + pair / shape.num_key_heads;
-            const int64_t table = pair % shape.num_key_heads * head_size;
-            const Pages pages{pages_of(rows, row), page_keys(rows)};
-            return Keys{layer.keys + table, dim, layer.values + table, dim, dim, rows.positions[row] + 1, pages,
-                        page_size, page_size};
-        };
-        for (int64_t r = 0; r < num; r++)
-            for (int64_t g = 0; g < shape.num_key_heads; g++) {
-                const int64_t pair = r * shape.num_key_heads + g;
-                const Keys visible = keys_of(pair);
-                if (pair + 1 < num * shape.num_key_heads) prefetch(keys_of(pair + 1));
-                attend(projected + r * width + g * group * dim, shape.scale, group, visible,
-                       attended + r * queries + g * group * dim, s.attend);
-            }
-        float* x = s.x.floats(0) + begin * shape.hidden;
-        if (!layer.output_bias) {
-            gemm<Store::ADD>(num, shape.hidden, queries, attended, queries, layer.output, x, shape.hidden);
-            return;
-        }
-        float* output = s.merged.floats(num * shape.hidden);
-        gemm(num, shape.hidden, queries, attended, queries, layer.output, output, shape.hidden);
-        add_bias_rows(output, layer.output_bias, num, shape.hidden);
-        for (int64_t i = 0; i < num * shape.hidden; i++) x[i] += output[i];
-    }
-};
-
 // The sizes of what a row of MLA is projected to.
 struct MlaWidths {
     int64_t dim, head, index_dim, index_heads, inputs, queries, heads;
@@ -231,7 +112,8 @@ struct MlaWidths {
           heads(queries + index_heads * index_dim) {}
 };
 
-// Latent rows and indexer keys, which go to the cache, latent queries and indexer weights.
+// Attention of a chunk is in two parts, of which others wait for the first. This one makes, of rows
+// [first, first + num), latent rows and indexer keys, which go to the cache, latent queries and indexer weights.
 inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
                      ChunkScratch& s) {
     const MlaWidths width(shape, layer);
@@ -352,28 +234,20 @@ inline void mla_attend(const MlaShape& shape, const MlaLayer& layer, int64_t num
                      layer.output, x, shape.hidden);
 }
 
-struct MlaAttention {
-    static void keys(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
-                     ChunkScratch& s) {
-        mla_keys(shape, layer, rows, first, num, s);
-    }
-
-    static void queries(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t begin,
+// The second part: adds to the residual stream what rows [begin, end) of the chunk attend to.
+inline void mla_queries(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t begin,
                         int64_t end, ChunkScratch& s) {
-        mla_project_queries(shape, layer, rows, first, begin, end, s);
-        const MlaWidths width(shape, layer);
-        const int64_t num = end - begin;
-        const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
-        const int64_t room = selected_room(shape, rows);
-        if (int64_t(s.selected.size()) < CHUNK_ROWS * room) s.selected.resize(CHUNK_ROWS * room);
-        auto see = [&](int64_t r) {
-            mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,
-                    input + r * width.inputs + shape.q_rank + width.dim + width.index_dim,
-                    &s.selected[(begin + r) * room], s.seen[r % 2], s.scores);
-        };
-        mla_attend(shape, layer, num, s.x.floats(0) + begin * shape.hidden, s, see);
-    }
-};
+    mla_project_queries(shape, layer, rows, first, begin, end, s);
+    const MlaWidths width(shape, layer);
+    const int64_t num = end - begin, room = selected_room(shape, rows);
+    const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
+    if (int64_t(s.selected.size()) < CHUNK_ROWS * room) s.selected.resize(CHUNK_ROWS * room);
+    mla_attend(shape, layer, num, s.x.floats(0) + begin * shape.hidden, s, [&](int64_t r) {
+        mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,
+                input + r * width.inputs + shape.q_rank + width.dim + width.index_dim,
+                &s.selected[(begin + r) * room], s.seen[r % 2], s.scores);
+    });
+}
 
 // Calls each(begin, end) for the stretches of a chunk whose rows are wanted.
 template <class Each>
@@ -389,8 +263,8 @@ inline void wanted_rows(const Rows& rows, int64_t first, int64_t num, bool ends_
 
 // Runs rows [first, first + num) through all layers. written(layer) returns when the keys of all earlier rows of the
 // layer are in the cache, and tells others that those of this chunk are.
-template <class Attention, class Shape, class Layer, class Written>
-inline void run_chunk(const Shape& shape, const Layer* layers, const Rows& rows, int64_t first, int64_t num,
+template <class Written>
+inline void run_chunk(const MlaShape& shape, const MlaLayer* layers, const Rows& rows, int64_t first, int64_t num,
                       ChunkScratch& s, Written written) {
     const int64_t hidden = shape.hidden;
     float *x = s.x.floats(num * hidden), *normed = s.normed.floats(num * hidden);
@@ -398,12 +272,12 @@ inline void run_chunk(const Shape& shape, const Layer* layers, const Rows& rows,
         std::memcpy(x + r * hidden, rows.embedding + rows.tokens[first + r] * hidden, sizeof(float) * hidden);
     for (int64_t l = 0; l < shape.num_layers; l++) {
         rms_norm_rows(x, layers[l].input_norm, normed, num, hidden, shape.eps);
-        Attention::keys(shape, layers[l], rows, first, num, s);
+        mla_keys(shape, layers[l], rows, first, num, s);
         written(l);
         // What the last layer makes of a row nobody reads but that row itself.
         wanted_rows(rows, first, num, rows.ends_only && l + 1 == shape.num_layers, [&](int64_t begin, int64_t end) {
             float *x_b = x + begin * hidden, *normed_b = normed + begin * hidden;
-            Attention::queries(shape, layers[l], rows, first, begin, end, s);
+            mla_queries(shape, layers[l], rows, first, begin, end, s);
             rms_norm_rows(x_b, layers[l].post_norm, normed_b, end - begin, hidden, shape.eps);
             feed_forward_rows(layers[l].feed_forward, hidden, end - begin, normed_b, x_b, s);
         });
@@ -419,8 +293,7 @@ inline int64_t count_chunks(int64_t num_rows, int64_t num_threads) {
     return std::min(num_rows, round_up((num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_threads));
 }
 
-template <class Attention, class Shape, class Layer>
-inline void run_rows(const Shape& shape, const Layer* layers, const Rows& rows, int64_t num_threads) {
+inline void run_mla(const MlaShape& shape, const MlaLayer* layers, const Rows& rows, int64_t num_threads) {
     const int64_t num_chunks = count_chunks(rows.num, num_threads);
     std::vector<std::atomic<int64_t>> num_written(num_chunks);  // layers of a chunk whose keys are in the cache
     std::atomic<int64_t> next{0};
@@ -431,7 +304,7 @@ inline void run_rows(const Shape& shape, const Layer* layers, const Rows& rows, 
         for (int64_t c; (c = next++) < num_chunks;) {
             const int64_t first = rows.num * c / num_chunks, num = rows.num * (c + 1) / num_chunks - first;
             const bool follows = first > 0 && rows.slots[first] == rows.slots[first - 1];
-            run_chunk<Attention>(shape, layers, rows, first, num, scratch, [&](int64_t layer) {
+            run_chunk(shape, layers, rows, first, num, scratch, [&](int64_t layer) {
                 for (int64_t tries = 0; follows && num_written[c - 1].load(std::memory_order_acquire) <= layer;)
                     if (++tries > 1000) std::this_thread::yield();
                 num_written[c].store(layer + 1, std::memory_order_release);
