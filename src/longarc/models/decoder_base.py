@@ -31,6 +31,7 @@ from longarc.models.layers import RMSNorm, Rotation, check_ids, pad_rows, padded
 from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
 from longarc.models.projection import project_logits
+from longarc.models.room import room_for_rows
 from longarc.models.selection import Selection
 from longarc.models.sparse_attention import Backend, backend_for
 
@@ -347,12 +348,14 @@ class Decoder(nn.Module):
 
         Raises:
             ContractError: the model's context is shorter, or there can be no such pages.
+            ResourceError: there is no memory for the rows.
         """
         self._check_length(max_length)
         shape = CacheShape(
             num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
         )
-        return self._cache_of(shape)
+        with room_for_rows(shape.total_pages * shape.page_tokens):
+            return self._cache_of(shape)
 
     def shared_cache(self, cache: PagedCache) -> PagedCache:
         """Return the rows and pages of another model's cache for this one, which differs in its weights alone."""

@@ -17,6 +17,8 @@ _NO_SIZES: Final = frozenset(
     }
 )
 """Whole numbers of a config on which no weight's shape depends."""
+_MOST_ROWS: Final = 1 << 50
+"""Tokens of a cache; even a byte for each would be a petabyte."""
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
@@ -75,6 +77,28 @@ def possible_shapes(sizes: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(
             f"no model can have these sizes: {_said(sizes, largest)} ({str(error).splitlines()[0]}). Take the "
             f"config that belongs to the weights, or lower the sizes"
+        ) from error
+
+
+@contextmanager
+def room_for_rows(num_tokens: int) -> Iterator[None]:
+    """Turn what the system says when a cache is allocated into an error that names the settings.
+
+    Pages that nobody has written to take no memory, so more than there is may be asked for, within limits.
+
+    Raises:
+        ResourceError: the memory for so many tokens cannot be had.
+    """
+    fix = "lower engine.cache_tokens, engine.max_running or the longest context"
+    available = available_bytes()
+    told = "" if available is None else f"; {size_text(available)} are available"
+    if num_tokens > _MOST_ROWS:
+        raise ResourceError(f"no memory holds a cache of {num_tokens} tokens{told}; {fix}")
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, OSError) as error:
+        raise ResourceError(
+            f"there is no memory for a cache of {num_tokens} tokens ({str(error).splitlines()[0][:200]}){told}; {fix}"
         ) from error
 
 

@@ -183,3 +183,14 @@ def test_a_transformers_model_beyond_the_memory_is_refused():
     config = config_from_hf({**CONFIGS["glm4"], "intermediate_size": 10**10})
     with pytest.raises(ResourceError, match="intermediate_size=10000000000"):
         build_model(config, seed=0)
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("make", [small_glm, small_llama])
+@pytest.mark.parametrize("num_pages", [10**11, 2**58])
+def test_a_cache_beyond_the_memory_names_what_to_lower(native, make, num_pages, monkeypatch):
+    monkeypatch.setenv("LONGARC_NATIVE", native)
+    with pytest.raises(
+        ResourceError, match=rf"cache of {64 * num_pages} tokens.*engine\.cache_tokens"
+    ):
+        build_model(make(), seed=0).new_cache(4, 64, num_pages=num_pages)

@@ -93,3 +93,19 @@ def test_a_short_haystack_holds_fewer_pairs_rather_than_growing_longer():
     family = Recall(task_tokens=(60, 80), num_pairs=(40, 48))
     for task in islice(family.tasks("train", cursor=0), 40):
         assert task.difficulty <= 80
+
+
+def test_further_questions_ask_for_lines_of_the_same_haystack():
+    one, five = (
+        Recall(expert_tokens=(60, 400), expert_questions=n, num_pairs=(3, 9)) for n in (1, 5)
+    )
+    for index in range(30):
+        opening, code, *further = five.demonstration(index).messages
+        assert (opening, code) == one.demonstration(index).messages
+        lines = opening.content.splitlines()
+        pairs = [line for line in lines if "=" in line]
+        assert len(further) == 2 * min(4, len(pairs))
+        for asked, answered in zip(further[::2], further[1::2], strict=True):
+            key, _, _ = answered.content.partition("=")
+            assert asked.content == f"What was {key}?"
+            assert answered.content in pairs
