@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ models/smollm2-135m/config.json: | $(STAMP_SMOLLM)
 
 smollm: models/smollm2-135m/config.json ## SmolLM2-135M learns to use a tool, in some minutes
 	$(BIN)/longarc run recipes/smollm2-sft.toml --run-dir runs/smollm2-sft $$(test -f runs/smollm2-sft/recipe.json && echo --resume)
+
+smollm-reasoning: models/smollm2-135m/config.json ## SmolLM2-135M learns short sums by RL alone
+	$(BIN)/longarc run recipes/smollm2-reasoning.toml --run-dir runs/smollm2-reasoning $$(test -f runs/smollm2-reasoning/recipe.json && echo --resume)
+
+smollm-tools: models/smollm2-135m/config.json ## SmolLM2-135M becomes an agent: demonstrations, then RL
+	$(BIN)/longarc run recipes/smollm2-tools.toml --run-dir runs/smollm2-tools $$(test -f runs/smollm2-tools/recipe.json && echo --resume)
 
 test: $(STAMP_DEV) ## all tests
 	$(BIN)/python -m pytest -q

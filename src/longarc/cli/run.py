@@ -40,12 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the recipe and write the report."""
     import asyncio
 
+    from longarc.pipeline.evaluation import run_lines
     from longarc.pipeline.local import Interrupted, open_workspace, run_recipe
     from longarc.pipeline.preflight import check_recipe
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.replay import replay_step
     from longarc.pipeline.reporting import write_report
-    from longarc.runs.directory import RECIPE
+    from longarc.runs.directory import RECIPE, RunDirectory
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     run_dir: Path = arguments.run_dir or Path("runs") / recipe.name
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"stopped and saved; go on with: longarc run {arguments.recipe} --run-dir {run_dir} --resume"
             )
             return ExitCode.INTERRUPTED
+    for line in run_lines(RunDirectory.look(run_dir)):
+        progress.say(line)
     progress.say(f"report: {write_report(run_dir)}")
     return ExitCode.OK
 

@@ -24,7 +24,9 @@ from longarc.records.outcome import Disposition
 from longarc.records.ports import TaskFamily
 from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
+from longarc.runs.directory import RunDirectory
 from longarc.runs.files import json_document, make_directory, write_atomically
+from longarc.viewer.matrix import read_evaluations
 from longarc.viewer.paired import paired_difference
 
 MAX_LEVELS = 8
@@ -321,6 +323,21 @@ def matrix_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
             + "".join(f"{'-':>12}" if value is None else f"{value:>11.1f}%" for value in values)
         )
     return [*lines, *_change_lines(cells, stages, families)]
+
+
+def run_lines(run: RunDirectory) -> list[str]:
+    """Return the matrix of every evaluation of a run's recipe as text; not those that were asked for by hand.
+
+    Raises:
+        ContractError: a file of results is damaged.
+    """
+    stages = run.recipe()["stages"]
+    return [
+        line
+        for name, cells in read_evaluations(run).items()
+        if name in stages
+        for line in matrix_lines(cells)
+    ]
 
 
 def _change_lines(

@@ -1,8 +1,10 @@
 from dataclasses import replace
 
 from ledger_cases import make_admission, make_trajectory
-from longarc.pipeline.evaluation import matrix_lines, summarise
+from longarc.pipeline.evaluation import matrix_lines, run_lines, summarise
 from longarc.records.outcome import Outcome
+from longarc.runs.directory import RunDirectory
+from report_cases import SOLVED, make_report_run
 
 
 def ended(reward, difficulty, outcome=Outcome.COMPLETED):
@@ -58,3 +60,10 @@ def test_results_of_before_tasks_were_kept_make_no_comparison():
         for stage in ("sft", "distill")
     ]
     assert len(matrix_lines(cells)) == 3
+
+
+def test_the_evaluation_of_a_recipe_is_said_at_the_end_of_its_run(tmp_path):
+    make_report_run(tmp_path / "run")
+    header, *rows = run_lines(RunDirectory.look(tmp_path / "run"))
+    assert header.split() == ["files", "reasoning"]
+    assert {row.split()[0] for row in rows} == {stage for stage, _ in SOLVED}
