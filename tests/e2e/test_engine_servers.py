@@ -257,7 +257,7 @@ def test_a_stage_is_trained_through_servers(tmp_path):
             check=False,
         )
 
-    first = longarc("run", str(recipe), "--run-dir", str(run_dir))
+    first = longarc("run", str(recipe), "--run-dir", str(run_dir), "--servers-later")
     assert first.returncode == 1, first.stderr
     assert "cannot be reached" in first.stdout + first.stderr
     port = re.search(r":(\d+)\"", recipe.read_text())[1]

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from longarc.models.room import available_bytes
+
 Status = Literal["ok", "warn", "fail"]
 
 
@@ -75,20 +77,13 @@ def check_threads(environment: Mapping[str, str], *, num_cores: int) -> Check:
 
 def check_memory() -> Check:
     """Look at the memory that is free."""
-    free_bytes = _available_bytes()
+    free_bytes = available_bytes() or 0
     detail = f"{free_bytes / 2**30:.1f} GiB available"
     if free_bytes < 4 * 2**30:
         return Check(
             name="memory", status="warn", detail=detail, fix="the quickstart wants up to 4 GiB"
         )
     return Check(name="memory", status="ok", detail=detail)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_torch() -> Check:

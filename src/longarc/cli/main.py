@@ -20,7 +20,8 @@ import longarc
 import longarc.cli
 from longarc.cli._exit import ExitCode, code_of
 from longarc.cli._extras import lacking
-from longarc.errors import LongArcError
+from longarc.errors import LongArcError, ResourceError
+from longarc.runs.disk import NO_ROOM
 
 _EPILOG = """exit codes:
   0    done
@@ -74,9 +75,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python flushes once more at exit: let it succeed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) has seen enough.
+        _stop_printing()
         return ExitCode.OK
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        if error.filename is None:
+            _stop_printing()
+        lack = ResourceError(
+            f"cannot write {error.filename or 'the output'}: {error.strerror}; free some space or give another place"
+        )
+        return _fail(lack, is_verbose=arguments.verbose)
+
+
+def _stop_printing() -> None:
+    """Let what Python still flushes at its end go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: LongArcError, *, is_verbose: bool) -> ExitCode:

@@ -152,7 +152,7 @@ def _convert(
     from longarc.pipeline.stage_checkpoint import final_checkpoint
     from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint
     from longarc.runs.directory import RunDirectory
-    from longarc.runs.files import check_new_directory
+    from longarc.runs.files import check_new_directory, new_directory
 
     check_new_directory(target)
     run = RunDirectory.look(run_dir)
@@ -163,18 +163,23 @@ def _convert(
         )
     recipe = recipe_of_run(run_dir)
     checkpoint = final_checkpoint(recipe, run, stage)
-    trained_size = None if unrounded else _trained_group_size(recipe, stage)
+    trained_size = _trained_group_size(recipe, stage)
+    if unrounded:
+        _check_rounds(trained_size, stage)
+        trained_size = None
     group_size = _exported_group_size(int4_group_size, trained=trained_size, stage=stage)
     model = load_checkpoint(checkpoint).model
     if pattern is not None:
         model = with_shared_indexers(model, kinds_of(pattern))
-    save_pretrained_dir(
-        model,
-        target,
-        experts="separate" if group_size is None else "int4",
-        int4_group_size=group_size or 0,
-    )
-    shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
+    with new_directory(target):
+        # Before the model, whose config comes last: what is cut short is no model without a tokenizer.
+        shutil.copy(run_dir / TOKENIZER_FILE, target / TOKENIZER_FILE)
+        save_pretrained_dir(
+            model,
+            target,
+            experts="separate" if group_size is None else "int4",
+            int4_group_size=group_size or 0,
+        )
     print(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
     if group_size is not None:
         how = "as in training" if trained_size is not None else "rounded after training"
@@ -188,6 +193,16 @@ def _trained_group_size(recipe: "Recipe", stage: str) -> int | None:
 
     config = recipe.stages.get(stage)
     return config.int4_group_size if isinstance(config, SupervisedConfig) else None
+
+
+def _check_rounds(trained: int | None, stage: str) -> None:
+    from longarc.errors import ConfigError
+
+    if trained is None:
+        raise ConfigError(
+            f"--unrounded has no effect: stage {stage!r} did not train with int4_group_size, so nothing is rounded; "
+            f"leave it out"
+        )
 
 
 def _exported_group_size(wanted: int | None, *, trained: int | None, stage: str) -> int | None:

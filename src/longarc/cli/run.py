@@ -7,9 +7,13 @@ whether the weights come out bit for bit the same.
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longarc.cli._exit import ExitCode
 from longarc.cli._recipe import add_recipe_arguments, load_recipe, recipe_of_run
+
+if TYPE_CHECKING:
+    from longarc.config.recipe import Recipe
 
 SUMMARY = "run a recipe"
 
@@ -23,6 +27,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on where the run stopped")
     parser.add_argument(
         "--replay", metavar="STAGE:STEP", help="recompute one recorded step of a finished run"
+    )
+    parser.add_argument(
+        "--servers-later",
+        action="store_true",
+        help="begin although the servers of engine.servers or engine.url do not answer yet: a stage that samples "
+        "there asks again",
     )
 
 
@@ -41,9 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir or Path("runs") / recipe.name
     progress = ProgressLine()
     if arguments.replay is not None:
+        _refuse_with_replay(arguments)
         recorded, computed = replay_step(recipe, run_dir, arguments.replay)
         return _say_replay(arguments.replay, recorded.weights_sha256, computed.weights_sha256)
     check_recipe(recipe, is_new=not arguments.resume)
+    _check_servers(recipe, run_dir, are_later=arguments.servers_later)
     if arguments.resume and (run_dir / RECIPE).is_file():
         recipe_of_run(run_dir)  # for its warning; resuming compares the two
     with open_workspace(recipe, run_dir, resume=arguments.resume, progress=progress) as workspace:
@@ -56,6 +68,38 @@ def run(arguments: argparse.Namespace) -> int:
             return ExitCode.INTERRUPTED
     progress.say(f"report: {write_report(run_dir)}")
     return ExitCode.OK
+
+
+def _refuse_with_replay(arguments: argparse.Namespace) -> None:
+    from longarc.errors import ConfigError
+
+    for option in ("resume", "servers_later"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} has no effect with --replay, which takes a recorded step again and "
+                f"changes nothing; leave one of them out"
+            )
+
+
+def _check_servers(recipe: "Recipe", run_dir: Path, *, are_later: bool) -> None:
+    import asyncio
+
+    from longarc.errors import ConfigError
+    from longarc.pipeline.server_preflight import check_servers, servers_to_ask
+    from longarc.runs.directory import RECIPE, RunDirectory
+
+    if are_later:
+        if not servers_to_ask(recipe):
+            raise ConfigError(
+                "--servers-later has no effect: no stage of the recipe samples at engine.servers or engine.url; "
+                "leave it out"
+            )
+        return
+    finished: list[str] = []
+    if (run_dir / RECIPE).is_file():
+        run = RunDirectory.look(run_dir)
+        finished = [name for name in recipe.stages if run.stage(name).final() is not None]
+    asyncio.run(check_servers(recipe, finished=finished))
 
 
 def _say_replay(where: str, recorded: str, computed: str) -> int:

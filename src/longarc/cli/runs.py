@@ -17,13 +17,15 @@ from longarc.cli._exit import ExitCode
 from longarc.errors import ConfigError, LongArcError
 
 SUMMARY = "list, show, audit and compare runs"
+DEFAULT_ROOT = Path("runs")
+"""Where ``longarc run`` makes runs; none may have been made yet."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add list, show, audit and diff."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="list the runs in a directory")
-    listing.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+    listing.add_argument("root", type=Path, nargs="?", default=DEFAULT_ROOT, help="default: runs")
     show = actions.add_parser("show", help="show a run, or one trajectory of it token by token")
     show.add_argument("run_dir", type=Path, metavar="RUN")
     show.add_argument("trajectory", nargs="?", help="its id; without one, the run is summarised")
@@ -59,6 +61,8 @@ def _list(root: Path, *, as_json: bool) -> int:
     from longarc.cli._runs import print_json, run_line, run_summary
     from longarc.runs.directory import RunDirectory, find_runs
 
+    if root != DEFAULT_ROOT and not root.is_dir():
+        raise ConfigError(f"there is no directory {root}; give the one that holds the runs")
     summaries = []
     for path in find_runs(root):
         try:

@@ -1,7 +1,7 @@
 """Serve a trained checkpoint over the OpenAI chat-completions protocol, and record every session.
 
 Point any OpenAI client at the printed address; all requests there are one session, those to .../s/NAME/v1
-the session NAME. Ctrl-C stops the server and folds the sessions into the run's ledger; the commands that
+the session NAME. Requests name the model RECIPE/STAGE or longarc; others get a 404. Ctrl-C stops the server and folds the sessions into the run's ledger; the commands that
 print their tokens are shown then.
 
 With --engine-only ids go in and ids come out, for the stages of a run whose recipe names the server in
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "chat with what was trained, or sample from it"
 
-_CHAT_ONLY = ("temperature", "max_new_tokens", "thinking")
+_CHAT_ONLY = ("temperature", "max_new_tokens", "thinking", "model_name")
 _ENGINE_ONLY = ("ranks", "attention", "drain_s")
 
 
@@ -52,6 +52,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="of one answer; 256")
     chat.add_argument(
         "--thinking", action="store_true", default=None, help="let answers begin with thinking"
+    )
+    chat.add_argument(
+        "--model-name",
+        action="append",
+        metavar="NAME",
+        help="one more name under which requests may ask for the model, for programs that send a fixed one; may be "
+        "repeated",
     )
     engine = parser.add_argument_group("engine server")
     engine.add_argument("--engine-only", action="store_true", help="serve ids, not chat")
@@ -107,8 +114,10 @@ def _serve_chat(arguments: argparse.Namespace) -> int:
             f"{arguments.run_dir} is a Hugging Face directory and not a run, so it has no chat format: serve it "
             f"with --engine-only, or start a run from it (initial.path) and serve that"
         )
-    recipe = recipe_of_run(arguments.run_dir)
+    if "" in (arguments.model_name or ()):
+        raise ConfigError("--model-name is empty; give a name that requests send as their model")
     api_key, shown_key = _key(arguments, "LONGARC_API_KEY")
+    recipe = recipe_of_run(arguments.run_dir)
     progress = ProgressLine()
     temperature = arguments.temperature
     settings = ServeSettings(
@@ -120,6 +129,7 @@ def _serve_chat(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens or 256,
         max_context_tokens=arguments.max_context_tokens,
         thinking=bool(arguments.thinking),
+        model_names=tuple(arguments.model_name or ()),
     )
 
     def on_ready(base_url: str, stage: str) -> None:
@@ -195,6 +205,10 @@ def _key(arguments: argparse.Namespace, variable: str) -> tuple[str, str]:
     import os
     import secrets
 
+    from longarc.errors import ConfigError
+
+    if arguments.api_key == "":
+        raise ConfigError("--api-key is empty; give a key, or leave the option out and one is made")
     given: str | None = arguments.api_key or os.environ.get(variable)
     key = given or secrets.token_urlsafe(16)
     return key, "(the one you gave)" if given else key

@@ -4,9 +4,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from longarc.config.engine import EngineConfig
-from longarc.config.engine_clients import AnyEngineConfig, servers_of
+from longarc.config.engine_clients import (
+    LEAST_VLLM_TEMPERATURE,
+    SAMPLING_MASK_ARG,
+    AnyEngineConfig,
+    SglangConfig,
+    VllmConfig,
+    servers_of,
+)
 from longarc.config.index_share import check_sharing, kinds_of
-from longarc.config.model import AttentionPattern, GlmMoeDsaConfig, ModelConfig
+from longarc.config.model import (
+    AttentionPattern,
+    GlmHybridConfig,
+    GlmMoeDsaConfig,
+    LlamaHybridConfig,
+    ModelConfig,
+)
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
@@ -15,6 +28,7 @@ from longarc.config.stages import (
     MtpConfig,
     PretrainConfig,
     RlConfig,
+    RolloutConfig,
     SftConfig,
     StageConfig,
     SupervisedConfig,
@@ -195,12 +209,18 @@ def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
             )
 
 
-def check_engine_fits(engine: AnyEngineConfig, stages: Mapping[str, StageConfig]) -> None:
+def check_engine_fits(
+    engine: AnyEngineConfig, stages: Mapping[str, StageConfig], *, model: ModelConfig | None = None
+) -> None:
     """Refuse stages that start more rollouts than the engine takes requests, or longer ones than its cache holds.
+
+    Also those that sample from vLLM or SGLang in a way that these cannot, or a model that they do not build.
 
     Raises:
         ValueError: names the stage, the values and what to change.
     """
+    if not isinstance(engine, EngineConfig):
+        _check_client_can(engine, stages, model)
     room = engine.max_running + engine.max_waiting
     for name, stage in stages.items():
         if isinstance(stage, RlConfig | DistillConfig):
@@ -229,6 +249,55 @@ def check_engine_fits(engine: AnyEngineConfig, stages: Mapping[str, StageConfig]
                 f"engine.max_running={engine.max_running} + engine.max_waiting={engine.max_waiting}. "
                 f"Lower it or raise engine.max_waiting"
             )
+
+
+def _check_client_can(
+    engine: VllmConfig | SglangConfig,
+    stages: Mapping[str, StageConfig],
+    model: ModelConfig | None,
+) -> None:
+    mixed = "model.pattern" if isinstance(model, GlmHybridConfig | LlamaHybridConfig) else None
+    for name, stage in stages.items():
+        if isinstance(stage, MidtrainConfig) and stage.pattern is not None:
+            mixed = f"stages.{name}.pattern"
+        if not isinstance(stage, RlConfig | DistillConfig | EvalConfig):
+            continue
+        if mixed is not None:
+            raise ValueError(
+                f"stage {name!r}: engine.kind={engine.kind!r} cannot serve the hybrid that {mixed} makes of the "
+                f"model, because it has no Hugging Face architecture; leave that out, or engine.kind"
+            )
+        lack = _lack_of_client(engine, stage.rollout)
+        if lack is not None:
+            raise ValueError(f"stage {name!r}: {lack}")
+
+
+def _lack_of_client(engine: VllmConfig | SglangConfig, rollout: RolloutConfig) -> str | None:
+    """Return what an engine from elsewhere cannot do of how a stage samples; None where it can do all."""
+    truncated = {
+        f"rollout.{name}": getattr(rollout, name)
+        for name in ("top_p", "top_k", "min_p")
+        if getattr(rollout, name) != RolloutConfig.model_fields[name].default
+    }
+    said = ", ".join(f"{name}={value}" for name, value in truncated.items())
+    if truncated and isinstance(engine, SglangConfig):
+        return (
+            f"{said} cannot be sampled with engine.kind='sglang', which reports log-probabilities before tokens are "
+            f"left out; leave it out, or use another engine"
+        )
+    if isinstance(engine, SglangConfig):
+        return None
+    if truncated and engine.python is not None and SAMPLING_MASK_ARG not in engine.args:
+        return (
+            f"{said} needs to be told what each token was drawn from, which engine.kind='vllm' does with "
+            f"engine.args={[SAMPLING_MASK_ARG]} (not its CPU build); add it, or sample with the temperature alone"
+        )
+    if 0 < rollout.temperature < LEAST_VLLM_TEMPERATURE:
+        return (
+            f"rollout.temperature={rollout.temperature} cannot be sampled with engine.kind='vllm', which takes 0 or "
+            f"at least {LEAST_VLLM_TEMPERATURE}"
+        )
+    return None
 
 
 def _contexts(stage: StageConfig) -> Iterator[tuple[str, int]]:

@@ -8,6 +8,11 @@ from longarc.config.engine import EngineConfig
 from longarc.config.settings import Settings
 from longarc.records.sampling import UpdatePolicy
 
+LEAST_VLLM_TEMPERATURE = 0.01
+"""vLLM raises anything between 0 and this to it, without saying so to the client."""
+SAMPLING_MASK_ARG = "--return-sampling-mask"
+"""With which vLLM says what a truncated token was drawn from."""
+
 _OWN_VLLM_ARGS = (
     "--model",
     "--uds",

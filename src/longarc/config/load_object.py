@@ -50,7 +50,10 @@ def check_import_path(path: str) -> None:
     with boundary(ConfigError, f"cannot load {path!r}"):
         spec = find_spec(module_name)
     if spec is None:
-        raise ConfigError(f"cannot load {path!r}: there is no module {module_name!r}")
+        raise ConfigError(
+            f"cannot load {path!r}: there is no module {module_name!r}; install it, or start from the "
+            f"directory that holds it"
+        )
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import datetime
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +54,9 @@ def read_toml(path: Path) -> Tree:
         hint = f"; there is {', '.join(near[:5])}" if near else ""
         raise ConfigError(f"there is no file {path}{hint}") from error
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; give a file that you can read"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text (byte {error.start}): TOML has to be"
@@ -129,22 +131,50 @@ def validated(
     Raises:
         ConfigError: lists every wrong setting.
     """
+    by_key = {".".join(parse_override(o)[0]): o for o in overrides}
     try:
-        return kind.model_validate(tree)
+        settings = kind.model_validate(tree)
     except ValidationError as error:
         schema = Schema(kind)
-        by_key = {".".join(parse_override(o)[0]): o for o in overrides}
         lines = [_explained(schema, detail, by_key) for detail in error.errors(include_url=False)]
-        plural = "s" if len(lines) > 1 else ""
-        raise ConfigError(
-            f"{source}: {len(lines)} bad setting{plural}\n" + "\n".join(f"  {x}" for x in lines)
-        ) from error
+        raise _bad_settings(source, lines) from error
+    lines = [
+        f"{_where(path, by_key)} = {value!r}: should be {wanted}"
+        for path, value, wanted in _converted(tree, settings)
+    ]
+    if lines:
+        raise _bad_settings(source, lines)
+    return settings
+
+
+def _bad_settings(source: str, lines: Sequence[str]) -> ConfigError:
+    plural = "s" if len(lines) > 1 else ""
+    return ConfigError(
+        f"{source}: {len(lines)} bad setting{plural}\n" + "\n".join(f"  {line}" for line in lines)
+    )
+
+
+def _converted(
+    given: Any, read: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+    """Yield what pydantic made a number or a boolean of though it is none, with what it should have been."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            inner = read.get(key) if isinstance(read, Mapping) else getattr(read, str(key), None)
+            yield from _converted(value, inner, (*path, str(key)))
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for index, (value, inner) in enumerate(zip(given, read, strict=False)):
+            yield from _converted(value, inner, (*path, str(index)))
+    elif isinstance(read, bool):
+        if not isinstance(given, bool):
+            yield path, given, "true or false"
+    elif isinstance(read, int | float) and isinstance(given, bool | str):
+        yield path, given, "a number"
 
 
 def _explained(schema: Schema, detail: ErrorDetails, overrides: Mapping[str, str]) -> str:
     path, holder = schema.locate(detail["loc"])
-    key = ".".join(map(str, path)) or "(whole file)"
-    where = f"{key} (from --set {overrides[key]!r})" if key in overrides else key
+    where = _where(path, overrides)
     match detail["type"]:
         case "extra_forbidden":
             return f"{where}: unknown key{_suggestion(schema, holder, path, detail)}"
@@ -157,6 +187,11 @@ def _explained(schema: Schema, detail: ErrorDetails, overrides: Mapping[str, str
         case _:
             message = detail["msg"].replace("Input should be", "should be", 1)
             return f"{where} = {detail['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _where(path: Sequence[str | int], overrides: Mapping[str, str]) -> str:
+    key = ".".join(map(str, path)) or "(whole file)"
+    return f"{key} (from --set {overrides[key]!r})" if key in overrides else key
 
 
 def _suggestion(

@@ -105,7 +105,8 @@ class Recipe(Settings):
     def _parts_fit(self) -> Self:
         check_names("stage", self.stages)
         check_names("task family", self.tasks)
-        check_engine_fits(self.engine, self.stages)
+        own = self.model if self.initial is None else None
+        check_engine_fits(self.engine, self.stages, model=own)
         if self.initial is not None:
             return (
                 self  # the weights bring the shape of the model, which is checked when it is known

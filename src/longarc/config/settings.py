@@ -1,10 +1,14 @@
 """The base of every settings class."""
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from reprlib import repr as short_repr
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
+
+Read = TypeVar("Read")
 
 
 class Settings(BaseModel):
@@ -16,6 +20,21 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+def read_strictly(kind: type[Read] | TypeAdapter[Read], values: Mapping[str, Any]) -> Read:
+    """Validate what a JSON file holds as it is: a word or a boolean is no number, a fraction no whole one.
+
+    Args:
+        kind: a class that pydantic validates, or the adapter of a type.
+        values: from the file; what the class ignores may be among them.
+
+    Raises:
+        ValidationError: a value is of another type, or not allowed.
+    """
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    # JSON has no tuples and no enums, so pydantic's strict mode for Python's own values would refuse them.
+    return adapter.validate_json(json.dumps(values), strict=True)
 
 
 def problems_of(error: ValidationError, *, nulls: Collection[str] = ()) -> str:

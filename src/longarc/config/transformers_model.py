@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal, Self, TypeAlias
 
-from pydantic import JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    FiniteFloat,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
-from longarc.config.settings import Settings
+from longarc.config.settings import Settings, problems_of, read_strictly
 
 TransformersFamily: TypeAlias = Literal["glm", "glm4", "glm4_moe", "glm4_moe_lite"]
 """As ``model_type`` in ``config.json`` spells it."""
@@ -34,6 +43,40 @@ _MIXTURE_SIZES: Final = ("n_routed_experts", "num_experts_per_tok", "moe_interme
 _GROUPED_SIZES: Final = ("num_key_value_heads",)
 _LATENT_SIZES: Final = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_SETTINGS: Final = ("model_type", "architectures", "quantization_config", "dtype")
+
+
+class _Rope(BaseModel):
+    """Numbers of ``rope_parameters``, as far as they are there."""
+
+    rope_theta: FiniteFloat | None = None
+    factor: FiniteFloat | None = None
+    partial_rotary_factor: FiniteFloat | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+
+
+class _Numbers(BaseModel):
+    """Numbers and flags that transformers' classes read, as far as they are there; whose values they take as they come."""
+
+    intermediate_size: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt | None = None
+    n_shared_experts: NonNegativeInt | None = None
+    first_k_dense_replace: NonNegativeInt | None = None
+    n_group: PositiveInt | None = None
+    topk_group: PositiveInt | None = None
+    rms_norm_eps: NonNegativeFloat | None = None
+    initializer_range: NonNegativeFloat | None = None
+    routed_scaling_factor: FiniteFloat | None = None
+    attention_dropout: NonNegativeFloat | None = None
+    partial_rotary_factor: FiniteFloat | None = None
+    rope_theta: FiniteFloat | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    attention_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    norm_topk_prob: bool | None = None
+    use_qk_norm: bool | None = None
 
 
 def model_key(model: Settings, name: str) -> str:
@@ -124,6 +167,16 @@ class TransformersConfig(Settings):
                 f"hf_config: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}, whose "
                 f"angles depend on the position alone"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_are_numbers(self) -> Self:
+        try:
+            read_strictly(_Numbers, self.hf_config)
+        except ValidationError as error:
+            raise ValueError(
+                f"hf_config.{problems_of(error).replace('; ', '; hf_config.')}; copy it from the model's config.json"
+            ) from error
         return self
 
     @property

@@ -108,7 +108,8 @@ class Fleet:
         except TimeoutError as error:
             states = ", ".join(f"{worker.name} is {worker.state}" for worker in self.workers)
             raise EngineLostError(
-                f"no engine took requests for {self._config.patience_s:g} s: {states}"
+                f"no engine took requests for {self._config.patience_s:g} s: {states}. Start a server again and resume, or "
+                f"raise engine.routing.patience_s"
             ) from error
 
     def touch(self, session_id: str) -> None:

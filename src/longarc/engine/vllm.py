@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
+from longarc.config.engine_clients import LEAST_VLLM_TEMPERATURE
 from longarc.engine.http_json import HttpJson, prometheus
 from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
 from longarc.engine.served import (
@@ -32,9 +33,6 @@ from longarc.records.sampling import FinishReason, Sampling, UpdatePolicy
 
 LOADER = "longarc_vllm_worker.WeightLoader"
 """``--worker-extension-cls`` of a server whose weights LongArc updates: a copy of ``vllm_worker.py``."""
-
-_LEAST_TEMPERATURE = 0.01
-"""vLLM raises anything between 0 and this to it, without saying so to the client."""
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 _PAUSE_MODES: Mapping[UpdatePolicy, str] = {
     "continue": "keep",
@@ -89,10 +87,10 @@ class VllmServer:
 
     def refusal(self, sampling: Sampling) -> str | None:
         """Say why this cannot be sampled; None where it can."""
-        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+        if 0 < sampling.temperature < LEAST_VLLM_TEMPERATURE:
             return (
-                f"samples at temperature {_LEAST_TEMPERATURE} where {sampling.temperature} is asked; use 0 for "
-                f"the most likely token, or at least {_LEAST_TEMPERATURE}"
+                f"samples at temperature {LEAST_VLLM_TEMPERATURE} where {sampling.temperature} is asked; use 0 for "
+                f"the most likely token, or at least {LEAST_VLLM_TEMPERATURE}"
             )
         if sampling.stop_strings:
             return (

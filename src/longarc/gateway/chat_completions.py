@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longarc.gateway.session import Answer
-from longarc.gateway.wire import WireError, unsupported
+from longarc.gateway.wire import MAX_SHOWN_CHARS, WireError, unsupported
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.records.sampling import MAX_SEED
 from longarc.tokens.arguments import call_from_json
@@ -106,8 +106,6 @@ class _Request(_Wire):
     """GLM's own extension of the dialect; reasoning of earlier turns is always kept."""
 
 
-_SHOWN_CHARS: Final = 80
-"""Of a value that is refused."""
 _WITHOUT_EFFECT: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 )
@@ -222,7 +220,7 @@ def _refusal(error: ValidationError) -> WireError:
             param += f".{part}" if param else part
     what = f"{param}: {first['msg']}" if param else first["msg"]
     if param and isinstance(first["input"], int | float | str):
-        what += f", got {str(first['input'])[:_SHOWN_CHARS]!r}"
+        what += f", got {str(first['input'])[:MAX_SHOWN_CHARS]!r}"
     return WireError(400, f"the request is not a chat completion: {what}", param=param or None)
 
 

@@ -2,8 +2,8 @@
 
 ::
 
-    POST /v1/chat/completions      key as bearer token        GET /v1/models      GET /health
-    POST /s/{key}/v1/chat/...      key in the path            GET /s/{key}/v1/models
+    POST /v1/chat/completions      key as bearer token        GET /v1/models[/NAME]      GET /health
+    POST /s/{key}/v1/chat/...      key in the path            GET /s/{key}/v1/models[/NAME]
 
 Starlette only routes and frames; ``chat_completions`` translates, ``session`` answers. A client that
 hangs up cancels its request in the engine, and nothing of it is recorded.
@@ -36,7 +36,7 @@ from longarc.gateway.access import Access
 from longarc.gateway.chat_completions import ChatRequest, read_request, write_response
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession, SessionClosed
-from longarc.gateway.wire import WireError, busy, not_found
+from longarc.gateway.wire import WireError, busy, not_found, unknown_model
 from longarc.records.ports import ContextExhausted
 from longarc.records.sampling import Sampling
 
@@ -49,8 +49,11 @@ _HUNG_UP = 499
 class HttpSettings:
     """How the door behaves."""
 
-    model: str = "longarc"
-    """Name under ``/v1/models``; requests may name any model."""
+    models: tuple[str, ...] = ("longarc",)
+    """Names of the one model, all under ``/v1/models``."""
+    takes_other_models: bool = True
+    """Whether a request may name any other model, and gets this one. In a rollout it may: an agent program that is
+    trained names models of its own, for side requests too. A served model is asked for by one of its names."""
     honours_sampling: bool = False
     """Whether a request's temperature, top_p, seed and thinking count. In a rollout they do not: the run decides
     how its policy is sampled, and an agent program does not know that it is being trained."""
@@ -81,6 +84,7 @@ def build_app(
         routes += [
             Route(f"{prefix}/v1/chat/completions", door.chat, methods=["POST"]),
             Route(f"{prefix}/v1/models", door.models, methods=["GET"]),
+            Route(f"{prefix}/v1/models/{{model:path}}", door.model, methods=["GET"]),
         ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
@@ -113,13 +117,24 @@ class _Door:
             self._num_running -= 1
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
+        """List the names of the one model."""
         try:
             self._session(request)
         except WireError as error:
             return _error(error)
-        model = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "longarc"}
-        return _json({"object": "list", "data": [model]})
+        data = [_model_card(name) for name in self._settings.models]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """Tell one of the names."""
+        try:
+            self._session(request)
+            name = request.path_params["model"]
+            if name not in self._settings.models:
+                raise unknown_model(name, self._settings.models)
+        except WireError as error:
+            return _error(error)
+        return _json(_model_card(name))
 
     async def health(self, request: Request) -> Response:
         """Say whether the engine answers."""
@@ -157,6 +172,8 @@ class _Door:
         self, session: GatewaySession, body: bytes, *, is_retry: bool
     ) -> dict[str, Any]:
         chat = read_request(body)
+        if not self._settings.takes_other_models and chat.model not in self._settings.models:
+            raise unknown_model(chat.model, self._settings.models)
         try:
             answer = await session.answer(
                 chat.messages,
@@ -192,6 +209,10 @@ class _Door:
             )
         except ContractError as error:  # a value that the dialect has and no engine can sample with
             raise WireError(400, str(error)) from error
+
+
+def _model_card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "longarc"}
 
 
 def _shown_key(request: Request) -> str | None:

@@ -1,9 +1,13 @@
 """Errors as the OpenAI dialect spells them, one place for status, type and code."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from longarc.errors import LongArcError
+
+MAX_SHOWN_CHARS: Final = 80
+"""Of a value that is refused."""
 
 
 @dataclass(slots=True)
@@ -41,6 +45,18 @@ def unauthorized(message: str) -> WireError:
 def not_found(message: str) -> WireError:
     """No such session or path."""
     return WireError(404, message, code="not_found")
+
+
+def unknown_model(name: str, names: Sequence[str]) -> WireError:
+    """A model that is not served here."""
+    shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
+    allowed = " or ".join(map(repr, names))
+    return WireError(
+        404,
+        f"the model {shown!r} does not exist here; send model={allowed}, as /v1/models lists",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def unsupported(name: str, value: object, allowed: str) -> WireError:

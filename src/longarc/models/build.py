@@ -11,11 +11,12 @@ from longarc.config.model import (
     ModelConfig,
 )
 from longarc.config.transformers_model import TransformersConfig
-from longarc.models.backbones.decoder import build_transformers
+from longarc.models.backbones.decoder import build_transformers, transformers_without_memory
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
 from longarc.models.layers import RMSNorm
 from longarc.models.llama import Llama
+from longarc.models.room import check_room, possible_shapes
 from longarc.models.variants.delta import GatedDelta
 from longarc.models.variants.hybrid import GlmHybrid, LlamaHybrid
 
@@ -25,12 +26,15 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
 
     Weights are drawn in fp32 in the order of the parameters and then cast, so that one seed gives one
     model in every dtype. Router biases stay fp32.
+
+    Raises:
+        ConfigError: no tensor can have such sizes.
+        ResourceError: the memory cannot hold the weights.
     """
     if isinstance(config, TransformersConfig):
         return build_transformers(config, seed=seed, dtype=dtype)
-    with torch.device("meta"):
-        model = _of_family(config)
-    model.to(dtype).to_empty(device="cpu")
+    model = _without_memory(config, dtype)
+    model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -49,6 +53,28 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
         for module in model.modules():
             if isinstance(module, GatedDelta):
                 module.initialise(generator)
+    return model
+
+
+def check_memory(config: ModelConfig) -> None:
+    """Refuse a model whose fp32 weights the memory cannot hold; nothing is allocated.
+
+    Raises:
+        ConfigError: no tensor can have such sizes, or transformers is not installed or refuses the settings.
+        ResourceError: the memory cannot hold the weights.
+    """
+    if isinstance(config, TransformersConfig):
+        transformers_without_memory(config, torch.float32)
+    else:
+        _without_memory(config, torch.float32)
+
+
+def _without_memory(config: GlmMoeDsaConfig | LlamaConfig, dtype: torch.dtype) -> Decoder:
+    sizes = config.model_dump()
+    with possible_shapes(sizes), torch.device("meta"):
+        model = _of_family(config)
+    model.to(dtype)
+    check_room(model.state_dict(), sizes)
     return model
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from longarc.config.settings import problems_of
+from longarc.config.settings import problems_of, read_strictly
 from longarc.errors import ConfigError
 from longarc.models.elders.chatglm_config import glm_config, read_chatglm_config
+from longarc.models.hf_fields import check_numbers
 from longarc.models.hf_rope import stated_context
 from longarc.models.hf_shapes import (
     ExpertShape,
@@ -96,7 +97,10 @@ def anatomy_of(raw: Mapping[str, Any]) -> Anatomy:
     # A null says the same as a field that is not there: the family's default.
     said = {name: value for name, value in raw.items() if value is not None}
     try:
-        found = anatomy(shape(**said))
+        read = {name: said[name] for name in shape.model_fields if name in said}
+        read_shape = read_strictly(shape, read)
+        check_numbers(read)
+        found = anatomy(read_shape)
     except ValidationError as error:
         raise ConfigError(
             f"config.json does not describe a model of type {raw['model_type']}: "

@@ -1,6 +1,6 @@
 """``config.json`` of Hugging Face to our settings and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,12 +9,14 @@ from longarc.config.index_share import indexer_kinds
 from longarc.config.model import (
     GlmHybridConfig,
     GlmMoeDsaConfig,
+    LlamaConfig,
     LlamaHybridConfig,
     ModelConfig,
 )
-from longarc.config.settings import problems_of
+from longarc.config.settings import problems_of, read_strictly
 from longarc.config.transformers_model import CLASSES, TransformersConfig
 from longarc.errors import ConfigError
+from longarc.models.hf_fields import check_numbers, is_said
 from longarc.models.hf_llama import LLAMA_TYPES, llama_from_hf, llama_to_hf
 from longarc.models.hf_rope import context_of, rope_from_hf, rope_to_hf
 from longarc.models.hf_transformers import transformers_from_hf, transformers_to_hf
@@ -46,6 +48,13 @@ _GLM_SAID = (
     *("index_n_heads", "index_head_dim", "index_topk"),
 )
 """What a config.json has to say: our defaults are those of a small model, not what a missing field means."""
+
+
+_READ: Mapping[str, Container[str]] = {
+    "glm_moe_dsa": {*GlmMoeDsaConfig.model_fields, *_GLM_FIXED},
+    **dict.fromkeys(LLAMA_TYPES, LlamaConfig.model_fields),
+}
+"""Fields of a ``config.json`` that are looked at, by ``model_type``; of the others transformers reads what it likes."""
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -89,6 +98,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         ConfigError: another architecture, or a feature LongArc does not build.
     """
     model_type = raw.get("model_type")
+    check_numbers(raw, _READ.get(str(model_type)))
     if model_type == "glm_moe_dsa":
         _require(raw, _GLM_FIXED)
         raw = _with_schedule_said_once(_with_leading_dense_layers(raw))
@@ -111,10 +121,12 @@ def _glm(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
     known = {name: raw[name] for name in names if raw.get(name) is not None}
     known["rope_theta"], known["rope_scaling"] = rope_from_hf(raw)
     longest = known.get("max_position_embeddings")
-    if isinstance(longest, int):
+    if type(longest) is int:
         known["max_position_embeddings"] = context_of(longest, known["rope_scaling"])
+    if known["rope_scaling"] is not None:
+        known["rope_scaling"] = known["rope_scaling"].model_dump(exclude_none=True)
     try:
-        return GlmMoeDsaConfig(**known)
+        return read_strictly(GlmMoeDsaConfig, known)
     except ValidationError as error:
         raise ConfigError(
             f"config.json does not describe a model that can be built: {problems_of(error)}"
@@ -123,7 +135,7 @@ def _glm(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
 
 def _require(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for name, value in fixed.items():
-        if name not in ("architectures", "model_type") and raw.get(name, value) != value:
+        if name not in ("architectures", "model_type") and not is_said(raw, name, value):
             raise ConfigError(
                 f"{name}={raw[name]!r} in config.json is not supported; supported: {value!r}"
             )

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longarc.errors import CheckpointError
+from longarc.runs.disk import writing
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -127,7 +128,11 @@ class Outgoing:
 
 
 def write_file(tensors: Sequence[Outgoing], path: Path) -> None:
-    """Write tensors to one file, which appears whole or not at all."""
+    """Write tensors to one file, which appears whole or not at all.
+
+    Raises:
+        OSError: of the file system, for who knows what the file is a part of.
+    """
     partial = _partial(path)
     try:
         _write(tensors, partial)
@@ -154,18 +159,28 @@ def write_directory(
         config: content of ``config.json``.
         directory: exists.
         max_shard_bytes: of one file; a single larger tensor has a file of its own.
+
+    Raises:
+        ResourceError: there is too little room, or the directory cannot be written to.
     """
     shards = _shards(tensors, max_shard_bytes)
     files = {_shard_name(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
     texts: dict[str, Mapping[str, Any]] = {}
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
     if len(shards) > 1:
         place = {tensor.name: name for name, shard in files.items() for tensor in shard}
-        num_bytes = sum(tensor.num_bytes for tensor in tensors)
         texts[INDEX_FILE] = {
             "metadata": {"total_size": num_bytes},
             "weight_map": dict(sorted(place.items())),
         }
     texts[CONFIG_FILE] = config
+    with writing(directory, num_bytes):
+        _write_all(files, texts, directory)
+
+
+def _write_all(
+    files: Mapping[str, Sequence[Outgoing]], texts: Mapping[str, Mapping[str, Any]], directory: Path
+) -> None:
     names = [*files, *texts]
     try:
         for name, shard in files.items():
@@ -187,7 +202,15 @@ def _partial(path: Path) -> Path:
 
 def _write(tensors: Sequence[Outgoing], path: Path) -> None:
     content = {tensor.name: tensor.tensor().contiguous() for tensor in tensors}
-    save_file(content, path, metadata={"format": "pt"})
+    try:
+        save_file(content, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # safetensors spells the system's error out instead of raising it.
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def _remove_model(directory: Path) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias
 from pydantic import ValidationError
 
 from longarc.config.model import LlamaConfig
-from longarc.config.settings import problems_of
+from longarc.config.settings import problems_of, read_strictly
 from longarc.errors import ConfigError
+from longarc.models.hf_fields import is_said
 from longarc.models.hf_rope import context_of, rope_from_hf, rope_to_hf
 
 LlamaType: TypeAlias = Literal["llama", "qwen2", "qwen3"]
@@ -107,14 +108,14 @@ def llama_from_hf(raw: Mapping[str, Any]) -> LlamaConfig:
         "attention_bias": _biases(raw, model_type),
         "qk_norm": model_type == "qwen3",
         "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
     }
     longest = _stated(raw, "max_position_embeddings", 2048 if model_type == "llama" else 32768)
     known["max_position_embeddings"] = (
-        context_of(longest, scaling) if isinstance(longest, int) else longest
+        context_of(longest, scaling) if type(longest) is int else longest
     )
     try:
-        return LlamaConfig(**known)
+        return read_strictly(LlamaConfig, known)
     except ValidationError as error:
         raise ConfigError(
             f"config.json does not describe a model that can be built: {problems_of(error)}"
@@ -130,23 +131,29 @@ def _stated(raw: Mapping[str, Any], name: str, default: object) -> Any:
     return default if raw.get(name) is None else raw[name]
 
 
-def _head_dim(raw: Mapping[str, Any], model_type: LlamaType) -> object:
+def _head_dim(raw: Mapping[str, Any], model_type: LlamaType) -> Any:
     """Return the width of a head; None where it is the width of the model shared out among them."""
     stated = _stated(raw, "head_dim", 128 if model_type == "qwen3" else None)
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    is_even = isinstance(hidden, int) and isinstance(heads, int) and heads > 0
-    return None if is_even and stated == hidden / heads else stated
+    if not all(type(size) is int for size in (stated, hidden, heads)):
+        return stated  # which the settings refuse where it is wrong
+    return None if stated * heads == hidden else stated
 
 
 def _biases(raw: Mapping[str, Any], model_type: LlamaType) -> str:
     if model_type == "qwen2":
         return "inputs"
-    return "all" if raw.get("attention_bias") else "none"
+    said = raw.get("attention_bias")
+    if said is not None and not isinstance(said, bool):
+        raise ConfigError(
+            f"attention_bias={said!r} in config.json is no boolean; write true or false"
+        )
+    return "all" if said else "none"
 
 
 def _refuse_other_parts(raw: Mapping[str, Any]) -> None:
     for name, value in _FIXED.items():
-        if raw.get(name, value) != value:
+        if not is_said(raw, name, value):
             raise ConfigError(
                 f"{name}={raw[name]!r} in config.json is not supported; supported: {value!r}"
             )

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from longarc.config.rope import RopeScaling, YarnRope
-from longarc.config.settings import problems_of
+from longarc.config.settings import problems_of, read_strictly
 from longarc.errors import ConfigError
 
 _SCALING: TypeAdapter[RopeScaling] = TypeAdapter(RopeScaling)
@@ -127,7 +127,7 @@ def _scaling(
         if is_open and isinstance(stated, int) and stated > 0 and isinstance(longest, int):
             fields["factor"] = longest / stated
     try:
-        return _SCALING.validate_python(fields)
+        return read_strictly(_SCALING, fields)
     except ValidationError as error:
         raise ConfigError(
             f"{spelling} in config.json does not describe a {kind} scaling: {problems_of(error)}"

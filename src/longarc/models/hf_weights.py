@@ -113,7 +113,7 @@ def save_pretrained_dir(
     Raises:
         ConfigError: transformers has no such architecture, or there are no routed experts that could be
             rounded, or the group size does not divide their widths.
-        ResourceError: the directory cannot be made.
+        ResourceError: the directory cannot be made, or the disk has too little room.
     """
     directory = Path(directory)
     config = config_to_hf(model.config, dtype=str(model.output_weight.dtype).removeprefix("torch."))

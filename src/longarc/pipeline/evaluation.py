@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from longarc.records.ports import TaskFamily
 from longarc.records.task import Task
 from longarc.records.trajectory import Admission, Trajectory
 from longarc.runs.files import json_document, make_directory, write_atomically
+from longarc.viewer.paired import paired_difference
 
 MAX_LEVELS = 8
 """Rows of success by difficulty; where there are more difficulties they are put into ranges."""
@@ -261,7 +262,11 @@ def _results_so_far(path: Path) -> dict[str, Any]:
 
 
 def summarise(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return what a cell of the matrix says, excluded rollouts counted apart and never as failures."""
+    """Return what a cell of the matrix says, excluded rollouts counted apart and never as failures.
+
+    Args:
+        trajectories: in the order of the tasks, so that other checkpoints can be compared task by task.
+    """
     graded = [t for t in trajectories if t.reward is not None]
     solved = [t for t in graded if t.reward is not None and t.reward >= 1.0]
     level_of = _levels({t.difficulty for t in graded})
@@ -276,6 +281,7 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "num_graded": len(graded),
         "num_solved": len(solved),
         "num_excluded": len(trajectories) - len(graded),
+        "solved": [None if t.reward is None else int(t.reward >= 1.0) for t in trajectories],
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "mean_turns": sum(t.num_turns for t in graded) / len(graded) if graded else None,
         "mean_sampled_tokens": (
@@ -298,7 +304,7 @@ def _levels(difficulties: Collection[float]) -> Callable[[float], float]:
 
 
 def matrix_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the matrix as text: a row per checkpoint, a column per family, success in percent."""
+    """Return the matrix as text: a row per checkpoint, a column per family, success in percent; then the changes."""
     families = sorted({cell["family"] for cell in cells})
     stages = list(dict.fromkeys(cell["stage"] for cell in cells))
     rates = {
@@ -314,4 +320,25 @@ def matrix_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
             f"{stage:<{width}}"
             + "".join(f"{'-':>12}" if value is None else f"{value:>11.1f}%" for value in values)
         )
-    return lines
+    return [*lines, *_change_lines(cells, stages, families)]
+
+
+def _change_lines(
+    cells: Sequence[dict[str, Any]], stages: Sequence[str], families: Sequence[str]
+) -> list[str]:
+    """Return the changes from each checkpoint to the next, task by task; nothing where no tasks can be paired."""
+    solved = {(cell["stage"], cell["family"]): cell.get("solved", []) for cell in cells}
+    lines = []
+    for before, after in pairwise(stages):
+        for family in families:
+            pair = solved.get((before, family), []), solved.get((after, family), [])
+            if len(pair[0]) != len(pair[1]) or (change := paired_difference(*pair)) is None:
+                continue
+            low, middle, high = (
+                100.0 * part for part in (change.low, change.difference, change.high)
+            )
+            lines.append(
+                f"{family}: {before} to {after} {middle:+.1f} points, 95 % [{low:+.1f}, {high:+.1f}], "
+                f"{change.num_gained} gained and {change.num_lost} lost of {change.num_pairs} tasks"
+            )
+    return ["", "on the same tasks:", *lines] if lines else []

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,7 @@ from typing import Final
 from longarc.errors import ConfigError
 from longarc.models.gguf_file import GgufFile
 from longarc.models.gguf_llama import convert_gguf
-from longarc.models.hf_files import CONFIG_FILE
-from longarc.runs.files import check_new_directory, make_directory
+from longarc.runs.files import check_new_directory, new_directory
 from longarc.tokens.gguf_tokenizer import GgufVocabulary, tokenizer_config, tokenizer_of
 
 
@@ -43,6 +40,7 @@ _SPECIAL: Final = {
     "pad_token": "padding",
     "unk_token": "unknown",
 }
+_ENDS: Final = ("bos_token", "eos_token", "pad_token")
 
 
 def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
@@ -55,7 +53,7 @@ def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
 
     Raises:
         ConfigError: the target is not empty, or a package is not installed.
-        ResourceError: the target cannot be made.
+        ResourceError: the target cannot be made, or the disk has too little room.
         CheckpointError: the file is damaged, or holds a model that is not rewritten.
     """
     check_new_directory(target)
@@ -70,16 +68,11 @@ def fetch(name: str, target: Path, *, gguf: Path | None = None) -> None:
         chat_template=file.setting("tokenizer.chat_template", str),
         max_tokens=file.setting("llama.context_length", int),
     )
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    make_directory(partial)
-    try:
-        tokenizer.save(partial / "tokenizer.json")
-        (partial / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        convert_gguf(file, partial)
-        _write_generation_config(partial)
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_directory(target):
+        tokenizer.save(target / "tokenizer.json")
+        _write_text(target / "tokenizer_config.json", settings)
+        _write_text(target / "generation_config.json", _generation_config(ids))
+        convert_gguf(file, target)  # its config, which makes it a model, comes last
 
 
 def _shipped(source: Source) -> Path:
@@ -104,9 +97,10 @@ def _vocabulary(file: GgufFile) -> GgufVocabulary:
     )
 
 
-def _write_generation_config(target: Path) -> None:
+def _generation_config(ids: Mapping[str, int]) -> dict[str, int]:
     """Say how generation ends, as transformers wants it said once more."""
-    config = json.loads((target / CONFIG_FILE).read_text())
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    content = {name: config[name] for name in names if config.get(name) is not None}
-    (target / "generation_config.json").write_text(json.dumps(content, indent=2) + "\n")
+    return {f"{name}_id": ids[name] for name in _ENDS if name in ids}
+
+
+def _write_text(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -26,6 +26,7 @@ from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
 from longarc.models.backbones.classes import check_all_is_read, transformers_config
+from longarc.models.build import check_memory
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
@@ -44,8 +45,8 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
         ConfigError: an import path, or a family's or a loss's settings are wrong, or the tokenizer
             is missing or does not fit the model, or the model to start from cannot do a stage.
         CheckpointError: the tokenizer is damaged, or there is no model where ``initial.path`` says.
-        ResourceError: the machine has fewer cores than the recipe uses at once, or a stage's
-            ``activations.offload_directory`` does not exist, is not writable or lies in memory.
+        ResourceError: the machine has fewer cores than the recipe uses at once, or no memory for the weights, or a
+            stage's ``activations.offload_directory`` does not exist, is not writable or lies in memory.
     """
     _check_cores(recipe)
     _check_offloading(recipe)
@@ -121,7 +122,7 @@ def _check_offloading(recipe: Recipe) -> None:
 
 
 def _check_start(recipe: Recipe) -> None:
-    tokenizer = None
+    tokenizer, model = None, None
     if recipe.tokenizer.path is not None:
         tokenizer = _tokenizer(Path(recipe.tokenizer.path))
     if recipe.initial is not None:
@@ -132,6 +133,7 @@ def _check_start(recipe: Recipe) -> None:
         check_fits(tokenizer, recipe.model)
     if recipe.initial is None and isinstance(recipe.model, TransformersConfig):
         check_all_is_read(recipe.model)  # and refuses what transformers does not build
+    check_memory(recipe.model if model is None else model)
 
 
 def _tokenizer(path: Path) -> Tokenizer:

@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from longarc.config.recipe import Recipe
+from longarc.config.recipe import INITIAL, Recipe
 from longarc.config.stages import DistillConfig, RlConfig, takes_turns
 from longarc.errors import CheckpointError, ConfigError
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
@@ -76,11 +76,13 @@ def _start(
     scratch: str,
 ) -> tuple[int, PolicyTrainerSpec]:
     names = list(recipe.stages)
-    before = [n for n in names[: names.index(stage)] if recipe.stages[n].kind != "eval"][-1]
+    earlier = [n for n in names[: names.index(stage)] if recipe.stages[n].kind != "eval"]
+    before = earlier[-1] if earlier else INITIAL
     first = run.stage(before).final()
     if first is None:
         raise CheckpointError(
-            f"stage {before!r} of {run.path} has no final checkpoint to start from"
+            f"stage {before!r} of {run.path} has no final checkpoint to start from; copy the run again from "
+            f"where it was made"
         )
     usable = [c for c in run.stage(stage).checkpoints() if read_manifest(c).step <= step]
     teachers: dict[str, str] = {}
@@ -89,7 +91,7 @@ def _start(
             teacher = run.stage(config.teachers[family]).final()
             if teacher is None:
                 raise CheckpointError(
-                    f"teacher {config.teachers[family]!r} has no final checkpoint"
+                    f"teacher {config.teachers[family]!r} has no final checkpoint; copy the run again from where it was made"
                 )
             teachers[family] = str(teacher)
     spec = trainer_spec(

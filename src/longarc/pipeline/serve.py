@@ -26,6 +26,8 @@ from longarc.runs.ledger import Ledger
 
 STAGE = "serve"
 """What the ledger calls served sessions."""
+MODEL_ALIAS = "longarc"
+"""Name under which every chat server gives the model that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class ServeSettings:
     """Of a whole session [tokens]; None = what the model can, at most 4096."""
     thinking: bool = False
     """Whether answers open with a thinking block unless the request says otherwise."""
+    model_names: tuple[str, ...] = ()
+    """More names under which requests may ask for the model."""
 
 
 async def serve(
@@ -89,7 +93,11 @@ async def serve(
         app = build_app(
             served.gateway,
             access,
-            HttpSettings(model=f"{workspace.recipe.name}/{stage}", honours_sampling=True),
+            HttpSettings(
+                models=served_names(workspace.recipe.name, stage, settings.model_names),
+                takes_other_models=False,
+                honours_sampling=True,
+            ),
         )
         try:
             async with http_serving(app, listener) as base_url:
@@ -161,6 +169,11 @@ class _ServedSessions:
             self.ledger.complete(trajectory, disposition=Disposition.SERVED)
             if self.on_recorded is not None:
                 self.on_recorded(session_id, num_turns)
+
+
+def served_names(recipe: str, stage: str, more: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the names under which a stage of a run is asked for, its own first."""
+    return tuple(dict.fromkeys([f"{recipe}/{stage}", MODEL_ALIAS, *more]))
 
 
 def _rollout(settings: ServeSettings, loaded: Loaded) -> RolloutConfig:

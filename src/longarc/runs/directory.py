@@ -206,7 +206,9 @@ class RunDirectory:
             ConfigError: there is no run.
         """
         if not (path / RECIPE).is_file():
-            raise ConfigError(f"{path} is not a run directory: it has no {RECIPE}")
+            raise ConfigError(
+                f"{path} is not a run directory: it has no {RECIPE}; longarc runs list shows what runs there are"
+            )
         return cls(path, lock=None, clock=time.time)
 
     @classmethod
@@ -215,7 +217,9 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ResourceError(f"cannot use run directory {path}: {error.strerror}") from error
+            raise ResourceError(
+                f"cannot use run directory {path}: {error.strerror}; give a --run-dir that can be written to"
+            ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

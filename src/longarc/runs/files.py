@@ -1,13 +1,16 @@
 """Files that survive a crash: atomic replacement, and JSON lines whose torn tail is dropped."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from longarc.errors import ConfigError, ResourceError
+from longarc.runs.disk import writing
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -17,15 +20,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         ResourceError: the disk is full or the place is not writable; the old file is untouched.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise ResourceError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path, len(data)):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_directory(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def make_directory(path: Path) -> None:
@@ -58,6 +64,32 @@ def check_new_directory(path: Path) -> None:
         raise ConfigError(f"{path} is not an empty directory; give a new one")
     if not above.is_dir():
         raise ConfigError(f"{path} cannot be a directory, because {above} is a file; give another")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[None]:
+    """Make a directory, and those above it, for what the block writes there; if that fails, nothing stays.
+
+    Raises:
+        ConfigError: it holds something already, or a file is in its way.
+        ResourceError: it cannot be made, or the disk has no room for what the block writes.
+    """
+    check_new_directory(path)
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        make_directory(path)
+        with writing(path):
+            yield
+    except BaseException:
+        for inside in path.iterdir() if path.is_dir() else ():
+            if inside.is_dir() and not inside.is_symlink():
+                shutil.rmtree(inside, ignore_errors=True)
+            else:
+                inside.unlink(missing_ok=True)
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def sync_directory(directory: Path) -> None:
@@ -111,7 +143,9 @@ class JsonLines:
         except OSError as error:
             # Where even that fails, the next start drops the torn line.
             os.ftruncate(self._file.fileno(), start)
-            raise ResourceError(f"cannot append to {self._path}: {error.strerror}") from error
+            raise ResourceError(
+                f"cannot append to {self._path}: {error.strerror}; free some space and resume the run"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""

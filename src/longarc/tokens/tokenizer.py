@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HfTokenizer
 
 from longarc.errors import CheckpointError, ConfigError, boundary
+from longarc.runs.files import write_atomically
 
 GLM_SPECIAL_TOKENS: Final = (
     "<|endoftext|>",
@@ -166,11 +167,12 @@ class Tokenizer:
             return cls(HfTokenizer.from_str(file.read_text(encoding="utf-8")))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokenizer as a Hugging Face ``tokenizer.json``, all or nothing."""
-        file = Path(path)
-        partial = file.with_name(file.name + ".partial")
-        partial.write_bytes(self._inner.to_str(pretty=True).encode())
-        partial.replace(file)
+        """Write the tokenizer as a Hugging Face ``tokenizer.json``, all or nothing.
+
+        Raises:
+            ResourceError: the disk is full or the place is not writable.
+        """
+        write_atomically(Path(path), self._inner.to_str(pretty=True).encode())
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, which never hold a control token whatever the text says.

@@ -8,6 +8,7 @@ import orjson
 from longarc.errors import ContractError, boundary
 from longarc.runs.directory import RunDirectory
 from longarc.viewer.numbers import short, wilson_interval
+from longarc.viewer.paired import Solved, paired_difference
 
 RESULTS = "results.json"
 """File in a stage's directory that makes it an evaluation."""
@@ -94,6 +95,7 @@ def _column(
             continue
         entry = _entry(cell)
         if entry["rate"] is not None:
+            entry["solved"] = cell.get("solved", [])
             was_kept, is_kept = is_kept, _is_kept(entry, best)
             entry |= _against_best(entry, best, was_kept=was_kept, is_kept=is_kept)
             if best is None or entry["rate"] > best["rate"]:
@@ -101,6 +103,9 @@ def _column(
         column[stage] = entry
     if best is not None:
         best["is_best"] = best["rate"] > 0
+    for shown in column.values():
+        if shown is not None:  # the page shows none of it
+            shown.pop("solved", None)
     return column
 
 
@@ -134,13 +139,22 @@ def _against_best(
     """Return how a cell compares with the best of the stages before it."""
     if best is None:
         return {"mark": "first", "change_points": None, "is_clear": False}
-    # Disjoint 95 % intervals: stricter than a test at 5 %, and it can be checked by eye.
-    is_clear = entry["high"] < best["low"] or entry["low"] > best["high"]
+    is_clear = _is_clear(entry["solved"], best["solved"])
+    if is_clear is None:
+        # Disjoint 95 % intervals: stricter than a test at 5 %, and it can be checked by eye.
+        is_clear = entry["high"] < best["low"] or entry["low"] > best["high"]
     mark = "dropped" if not is_kept else "kept" if was_kept else "recovered"
     if is_kept and was_kept and entry["rate"] > best["rate"]:
         mark = "gained"
     change_points = 100.0 * (entry["rate"] - best["rate"])
     return {"mark": mark, "change_points": short(change_points, digits=4), "is_clear": is_clear}
+
+
+def _is_clear(solved: Solved, best: Solved) -> bool | None:
+    """Whether the difference on the same tasks is beyond chance; None where tasks were not kept or differ."""
+    if len(solved) != len(best) or (change := paired_difference(best, solved)) is None:
+        return None
+    return change.is_clear
 
 
 def _kept(entries: Sequence[Mapping[str, Any] | None]) -> float | None:

@@ -49,6 +49,14 @@ def test_runs_are_listed_with_how_far_they_are(run, capsys):
     assert capsys.readouterr().out == f"{run}: tiny, 1 of 2 stages done\n"
 
 
+def test_a_place_that_is_not_there_is_not_an_empty_one(tmp_path, monkeypatch, capsys):
+    assert main(["runs", "list", str(tmp_path / "rnus")]) == 2
+    assert f"there is no directory {tmp_path / 'rnus'}" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)  # where no run was made yet
+    assert main(["runs", "list"]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+
+
 def test_only_stages_of_the_recipe_are_counted(run, capsys):
     for extra in ("initial", "eval-64"):
         (run / "stages" / extra).mkdir()

@@ -11,6 +11,7 @@ from longarc.cli.main import main
         (["--engine-only", "--temperature", "0"], "--temperature has no effect with --engine-only"),
         (["--engine-only", "--max-new-tokens", "5"], "--max-new-tokens has no effect with"),
         (["--engine-only", "--thinking"], "--thinking has no effect with --engine-only"),
+        (["--engine-only", "--model-name", "x"], "--model-name has no effect with --engine-only"),
         (["--ranks", "2"], "--ranks has no effect without --engine-only"),
         (["--drain-s", "0"], "--drain-s has no effect without --engine-only"),
         (["--attention", "sparse"], "--attention has no effect without --engine-only"),
@@ -34,6 +35,13 @@ def test_a_temperature_can_be_sampled_with(temperature, capsys):
     with pytest.raises(SystemExit):
         main(["serve", "x", "--temperature", temperature])
     assert "is not a temperature; 0 is, or 1e-06 and more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--model-name"])
+def test_an_empty_key_or_name_is_not_taken_for_none(option, tmp_path, capsys):
+    (tmp_path / "recipe.json").write_text("{}")
+    assert main(["serve", str(tmp_path), option, ""]) == 2
+    assert f"{option} is empty" in capsys.readouterr().err
 
 
 def test_chat_over_a_hugging_face_directory_says_how_it_can_be_served(tmp_path, capsys):

@@ -102,6 +102,13 @@ def test_the_weights_behind_the_codes_are_exported_on_request(run, model, tmp_pa
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
+def test_nothing_is_unrounded_where_nothing_was_rounded(run, tmp_path, capsys):
+    options = ["--stage", "sft", "--unrounded"]
+    assert main(["models", "convert", str(run), str(tmp_path / "out"), *options]) == 2
+    assert "--unrounded has no effect: stage 'sft' did not train with" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("size", "message"),
     [

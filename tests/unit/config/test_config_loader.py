@@ -3,7 +3,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from longarc.config.loader import load_settings, parse_override
+from longarc.config.loader import load_settings, parse_override, validated
+from longarc.config.recipe import Recipe
 from longarc.config.settings import Settings
 from longarc.errors import ConfigError
 
@@ -181,3 +182,46 @@ def test_files_that_cannot_be_text_are_config_errors(tmp_path):
         load_settings(Whole, tmp_path / "binary.toml")
     with pytest.raises(ConfigError, match="cannot read"):
         load_settings(Whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '[stages.a]\nkind = "sft"\nnum_steps = true',
+            "stages.a.num_steps = True: should be a number",
+        ),
+        (
+            '[stages.a]\nkind = "sft"\nnum_steps = "10"',
+            "stages.a.num_steps = '10': should be a number",
+        ),
+        (
+            '[stages.a]\nkind = "sft"\nnum_steps = 1\n[stages.a.optimizer]\nbetas = [0.9, "0.95"]',
+            "stages.a.optimizer.betas.1 = '0.95': should be a number",
+        ),
+    ],
+)
+def test_a_word_or_a_boolean_is_no_number(tmp_path, text, said):
+    assert said in problem(tmp_path, f'name = "x"\n{text}')
+
+
+def test_a_number_is_no_boolean_and_a_word_of_the_command_line_is_named(tmp_path):
+    text = 'name = "x"\n[stages.a]\nkind = "sft"\nnum_steps = 1'
+    said = problem(tmp_path, text, 'stages.a.num_steps="7"')
+    assert "stages.a.num_steps (from --set " in said
+    with pytest.raises(ConfigError, match=r"engine\.eager = 1: should be true or false"):
+        validated(
+            Recipe,
+            {
+                "name": "x",
+                "engine": {"kind": "vllm", "python": "p", "eager": 1},
+                "stages": {"a": {"kind": "pretrain", "num_steps": 1}},
+            },
+            source="recipe",
+        )
+
+
+def test_a_whole_number_may_be_written_as_a_fraction_is(tmp_path):
+    text = 'name = "x"\nscale = "7"\n[stages.a]\nkind = "sft"\nnum_steps = 1e3'
+    read = load(tmp_path, text)
+    assert (read.scale, read.stages["a"].num_steps) == ("7", 1000)

@@ -81,3 +81,33 @@ def test_the_bound_of_the_probe_follows_the_dtype_unless_it_is_given():
     assert bound() == 0.002
     assert bound(dtype="bfloat16") == 0.15
     assert bound(dtype="bfloat16", max_probe_gap=0.03) == 0.03
+
+
+SGLANG = "engine={kind='sglang',url='http://a:1'}"
+VLLM = "engine={kind='vllm',python='p'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([SGLANG, "stages.agentic_rl.rollout.top_p=0.9"], "rollout.top_p=0.9 cannot be sampled"),
+        ([SGLANG, "stages.eval.rollout.top_k=3"], "stage 'eval': rollout.top_k=3 cannot be"),
+        ([VLLM, "stages.distill.rollout.min_p=0.1"], "engine.args=['--return-sampling-mask']"),
+        ([VLLM, "stages.agentic_rl.rollout.temperature=0.001"], "takes 0 or at least 0.01"),
+        (
+            [VLLM, "stages.midtrain.pattern={layers='FS',window=8}"],
+            "cannot serve the hybrid that stages.midtrain.pattern makes",
+        ),
+    ],
+)
+def test_what_an_engine_from_elsewhere_can_never_sample_is_refused_in_the_recipe(overrides, said):
+    with pytest.raises(ConfigError) as refused:
+        load_settings(Recipe, SMOKE, overrides=overrides)
+    assert said in str(refused.value)
+
+
+def test_a_server_with_the_argument_for_it_may_leave_tokens_out():
+    masked = "engine={kind='vllm',python='p',args=['--return-sampling-mask']}"
+    load_settings(Recipe, SMOKE, overrides=[masked, "stages.agentic_rl.rollout.top_p=0.9"])
+    running = "engine={kind='vllm',url='http://a:1'}"  # nobody here knows how it was started
+    load_settings(Recipe, SMOKE, overrides=[running, "stages.agentic_rl.rollout.top_p=0.9"])

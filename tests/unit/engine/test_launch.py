@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine_servers import FakeServer, FakeSglang, FakeVllm
+from fake_engine_servers import FakeServer, FakeSglang, FakeVllm
 from longarc.config.engine_clients import SglangConfig, VllmConfig
 from longarc.engine.launch import open_sglang, open_vllm
 from longarc.engine.served import ServedLimits

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from engine_servers import FakeSglang
+from fake_engine_servers import FakeSglang
 from longarc.engine.server_process import free_port
 from longarc.engine.sglang_weights import GROUP, BroadcastTransport, join_group
 

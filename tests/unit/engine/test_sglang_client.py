@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_servers import FakeSglang
+from fake_engine_servers import FakeSglang
 from longarc.config.engine_clients import SglangConfig
 from longarc.engine.served import BrokenServerError, ServedEngine, ServedLimits
 from longarc.engine.sglang import SglangServer

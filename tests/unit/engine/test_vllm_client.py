@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_servers import FakeVllm
+from fake_engine_servers import FakeVllm
 from longarc.engine.served import BrokenServerError, ServedEngine, ServedLimits
 from longarc.engine.vllm import VllmServer
 from longarc.errors import ConfigError, EngineError, EngineFaultError, EngineRequestError

@@ -229,6 +229,40 @@ async def test_who_finishes_does_so_even_where_its_pages_are_taken_away(name, pu
         assert (found[i].ids, found[i].logprobs) == (expected[i].ids, expected[i].logprobs)
 
 
+@pytest.mark.skipif(native() is None, reason="eager attention rounds by the shape of the batch")
+@pytest.mark.parametrize("name", OTHERS)
+async def test_who_finishes_and_lost_its_pages_uses_nothing_that_the_new_weights_computed(
+    name, publish
+):
+    config = OTHERS[name]
+    async with open_engine(config) as engine:
+        expected = await complete(engine, session="young", max_new_tokens=60)
+    new = publish(config, 7)
+    async with open_engine(config, cache_tokens=176, page_tokens=16) as engine:
+
+        async def update():
+            await engine.update_weights(new, policy_version=7)
+
+        # The old one computes their common prompt again, by the new weights; then both are too long for the cache.
+        old, young = await asyncio.gather(
+            complete(
+                engine,
+                session="old",
+                seed=1,
+                max_new_tokens=100,
+                after=5,
+                then=update,
+                on_update="recompute",
+            ),
+            complete(engine, session="young", max_new_tokens=60, on_update="finish"),
+        )
+        health = await engine.health()
+    assert health.num_preemptions > 0
+    assert set(old.versions) == {0, 7}
+    assert set(young.versions) == {0}
+    assert (young.ids, young.logprobs) == (expected.ids, expected.logprobs)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 async def test_a_group_that_recomputes_computes_its_prompt_once(name, publish):
     config = OTHERS[name]

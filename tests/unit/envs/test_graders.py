@@ -1,6 +1,6 @@
 import pytest
 
-from longarc.envs.graders.answers import final_answer, is_labelled
+from longarc.envs.graders.answers import final_answer, is_labelled, last_number
 from longarc.records.message import Message, Role, ToolCall
 from longarc.records.outcome import Outcome
 from longarc.records.trajectory import EpisodeResult
@@ -48,3 +48,21 @@ def test_the_value_is_accepted_alone_or_behind_its_label(answer):
 )
 def test_anything_beside_the_value_is_refused(answer):
     assert not is_labelled(answer, label="code", value="kovami")
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("2 + 9 = 11.", "11"),
+        ("It is -3", "-3"),
+        ("5-3", "3"),
+        ("about 1,234.50 in all", "1234.50"),
+        ("take 1,2", "2"),
+        ("the 3rd of v2", "3"),
+        ("none", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_last_number_is_read_as_it_was_written(answer, number):
+    assert last_number(answer) == number

@@ -394,13 +394,42 @@ async def test_a_fault_of_ours_is_a_500_in_the_dialect():
 
 
 async def test_models_and_health_answer():
-    door = Door(FakeEngine([], policy_version=5), HttpSettings(model="nano"))
+    door = Door(FakeEngine([], policy_version=5), HttpSettings(models=("nano/sft", "nano")))
     async with door.sdk() as client:
         models = await client.models.list()
-        assert [m.id for m in models.data] == ["nano"]
+        assert [m.id for m in models.data] == ["nano/sft", "nano"]
+        assert (await client.models.retrieve("nano/sft")).id == "nano/sft"
     async with door.raw() as client:
         health = (await client.get("/health")).json()
     assert health == {"status": "ok", "policy_version": 5, "num_sessions": 1, "num_requests": 0}
+
+
+async def test_a_served_model_is_asked_for_by_one_of_its_names():
+    served = HttpSettings(models=("nano/sft", "nano"), takes_other_models=False)
+    door = Door(FakeEngine([DONE, DONE]), served)
+    async with door.sdk() as client:
+        messages = [{"role": "user", "content": "q"}]
+        for name in served.models:
+            answer = await client.chat.completions.create(model=name, messages=messages)
+            assert answer.model == name
+        for call in (
+            client.chat.completions.create(model="gpt-4o", messages=messages),
+            client.models.retrieve("gpt-4o"),
+        ):
+            with pytest.raises(openai.NotFoundError, match="'nano/sft' or 'nano'") as refused:
+                await call
+            assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
+            assert "gpt-4o" in str(refused.value)
+    assert len(door.engine.requests) == 2
+
+
+async def test_an_agent_that_is_trained_may_name_any_model():
+    door = Door(FakeEngine([DONE]))
+    async with door.sdk() as client:
+        answer = await client.chat.completions.create(
+            model="small-model-for-titles", messages=[{"role": "user", "content": "q"}]
+        )
+    assert answer.model == "small-model-for-titles"
 
 
 async def test_an_engine_that_cannot_tell_its_health_is_a_503():

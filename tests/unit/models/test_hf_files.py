@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longarc.errors import CheckpointError, ConfigError, ContractError
+from longarc.errors import CheckpointError, ConfigError, ContractError, ResourceError
 from longarc.models import hf_files
 from longarc.models.build import build_model
 from longarc.models.hf_weights import load_pretrained_dir, named_tensors, save_pretrained_dir
@@ -85,7 +85,7 @@ def test_a_model_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_files, "save_file", save)
     names = {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ResourceError, match="No space left"):
         save_pretrained_dir(new, tmp_path, **SHARDS)
     assert {path.name for path in tmp_path.iterdir()} == names
     assert states_are_equal(load_pretrained_dir(tmp_path), old)

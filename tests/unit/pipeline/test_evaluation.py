@@ -35,3 +35,26 @@ def test_the_matrix_has_a_row_per_checkpoint_and_a_dash_where_nothing_was_graded
     assert header.split() == ["files", "recall"]
     assert sft.split() == ["sft", "25.0%", "-"]
     assert distill.split() == ["distill", "75.0%", "-"]
+
+
+def test_results_are_kept_task_by_task_and_compared_on_the_same_tasks():
+    before = summarise([ended(reward, 2.0) for reward in [0.0] * 10 + [1.0] * 2 + [None]])
+    after = summarise([ended(reward, 2.0) for reward in [1.0] * 11 + [0.0] + [1.0]])
+    assert before["solved"] == [0] * 10 + [1] * 2 + [None]
+    cells = [
+        before | {"stage": "sft", "family": "files"},
+        after | {"stage": "agentic_rl", "family": "files"},
+    ]
+    *_, head, line = matrix_lines(cells)
+    assert head == "on the same tasks:"
+    assert line == (
+        "files: sft to agentic_rl +75.0 points, 95 % [+24.5, +92.3], 10 gained and 1 lost of 12 tasks"
+    )
+
+
+def test_results_of_before_tasks_were_kept_make_no_comparison():
+    cells = [
+        {"stage": stage, "family": "files", "num_solved": 1, "num_graded": 4}
+        for stage in ("sft", "distill")
+    ]
+    assert len(matrix_lines(cells)) == 3

@@ -16,6 +16,7 @@ from longarc.pipeline.evaluation import evaluate, matrix_lines
 from longarc.pipeline.local import open_workspace, run_recipe
 from longarc.pipeline.preflight import check_recipe
 from longarc.pipeline.progress import ProgressLine
+from longarc.pipeline.replay import replay_step
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.runs.directory import RunDirectory
 from longarc.viewer.matrix import matrix, read_evaluations
@@ -72,7 +73,7 @@ def test_the_evaluation_begins_with_the_weights_that_were_given(weights, tmp_pat
     run = RunDirectory.look(tmp_path / "run")
     cells = orjson.loads((run.stage("eval").path / "results.json").read_bytes())["cells"]
     assert [(cell["stage"], cell["policy_version"]) for cell in cells] == [(INITIAL, 0), ("sft", 1)]
-    assert [line.split()[0] for line in matrix_lines(cells)[1:]] == [INITIAL, "sft"]
+    assert [line.split()[0] for line in matrix_lines(cells)[1:3]] == [INITIAL, "sft"]
     shown = matrix("eval", read_evaluations(run)["eval"], [INITIAL, *STAGES])
     assert shown["stages"] == [INITIAL, "sft"]
 
@@ -151,3 +152,27 @@ def test_an_error_of_the_machine_leaves_the_run_to_be_resumed(weights, tmp_path)
         raise ResourceError("the disk is full")
     with opened(weights, tmp_path / "run"):
         pass
+
+
+def test_a_step_of_a_first_stage_is_taken_again_from_the_weights_that_were_given(weights, tmp_path):
+    """There is no training stage before it whose checkpoint it began with."""
+    tree = recipe(weights).model_dump(mode="json")
+    tree["stages"] = {
+        "reasoning_rl": {
+            "kind": "reasoning_rl",
+            "tasks": TASKS,
+            "loop": {
+                "num_steps": 1,
+                "groups_per_step": 1,
+                "group_size": 2,
+                "max_concurrent_rollouts": 2,
+                "dynamic_sampling": False,
+            },
+            "rollout": {"max_new_tokens": 4, "max_context_tokens": 512},
+        }
+    }
+    settings, progress = Recipe.model_validate(tree), ProgressLine(io.StringIO())
+    with open_workspace(settings, tmp_path / "run", resume=False, progress=progress) as workspace:
+        asyncio.run(run_recipe(workspace))
+    recorded, computed = replay_step(settings, tmp_path / "run", "reasoning_rl:0")
+    assert recorded.weights_sha256 == computed.weights_sha256

@@ -9,6 +9,8 @@ from longarc.records.message import Role
 from longarc.records.outcome import Outcome
 from longarc.records.trajectory import EpisodeResult, Reward
 
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?")
+
 
 def final_answer(episode: EpisodeResult) -> str | None:
     """Return the visible text of the last assistant message, stripped.
@@ -22,6 +24,16 @@ def final_answer(episode: EpisodeResult) -> str | None:
     if last.role is not Role.ASSISTANT or last.tool_calls:
         return None
     return last.content.strip()
+
+
+def last_number(answer: str | None) -> str | None:
+    """Return the last number in an answer as it was written, without separators of thousands; None where there is none.
+
+    For models that answer in sentences. Which number is meant does not depend on what else is said, and naming
+    several pays no more than naming the last.
+    """
+    numbers = _NUMBER.findall(answer or "")
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def is_labelled(answer: str | None, *, label: str, value: str) -> bool:

@@ -4,17 +4,20 @@ Questions, answers and scores are reasoning-gym's own. Two things are added. Lon
 the form of the answer are cut from the question, because a miniature pays for every token of them and
 learns the form from demonstrations; ``_SHORTENED`` lists every cut. And answers that reasoning-gym
 would take although they are wrong are refused before it sees them; ``_is_honest`` lists the cases.
+Any family of reasoning-gym can be a task. Those of ``WORKED`` have demonstrations too, and only their
+scores were looked at for such answers.
 """
 
 import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from difflib import get_close_matches
+from typing import Any, Final, Literal, Protocol
 
 from pydantic import Field
 
-from longarc.envs.graders.answers import final_answer
+from longarc.envs.graders.answers import final_answer, last_number
 from longarc.envs.single_turn import SingleTurn
 from longarc.envs.tasks.settings import FamilySettings, Frac, settings_from
 from longarc.envs.tasks.splits import draw_in_split, rng_of, task_indices
@@ -82,7 +85,8 @@ class ReasoningSettings(FamilySettings):
         default_factory=_default_families,
         min_length=1,
     )
-    """Families by reasoning-gym's name, all equally often; the values go over the family's settings here."""
+    """Families by reasoning-gym's name, all equally often; the values go over the family's settings, which for
+    families with demonstrations are those of this package and for others reasoning-gym's."""
     expert_families: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of the demonstrations, over those of the tasks; easier ones leave RL something to gain."""
     expert_direct_frac: Frac = 0.0
@@ -92,6 +96,13 @@ class ReasoningSettings(FamilySettings):
     """Share of demonstrations that drill single sums, a dozen in one conversation: the facts that worked sums
     are made of, at a tenth of their tokens. Only where ``chain_sum`` has three terms or more, because a
     drilled sum of two could be a held-out task."""
+    thinking: bool = True
+    """Whether the policy is asked to think before it answers. A published model that was not trained for it is better
+    asked without."""
+    instruction: str = ""
+    """Text behind every question, on a line of its own: how the answer has to look."""
+    answer_from: Literal["whole", "last_number"] = "whole"
+    """What is graded: the whole visible answer, or the last number in it, for a model that answers in sentences."""
     is_partial: bool = False
     """Whether a reward between 0 and 1 that reasoning-gym gives counts as it is, or as 0."""
 
@@ -139,22 +150,24 @@ class Reasoning:
     """The task family; its keywords are the fields of ``ReasoningSettings``."""
 
     name = "reasoning"
-    thinking = True
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings_from(ReasoningSettings, settings, family=self.name)
+        self.thinking = self.settings.thinking
         tasks, expert = self.settings.families, self.settings.expert_families
-        unknown = sorted({*tasks, *expert} - set(WORKED))
-        if unknown:
-            raise ConfigError(
-                f"task family 'reasoning': {unknown} have no expert; choose from {sorted(WORKED)}"
-            )
+        self._without_expert = sorted({*tasks, *expert} - set(WORKED))
         stray = sorted(set(expert) - set(tasks))
         if stray:
             raise ConfigError(f"expert_families {stray} are not among families {sorted(tasks)}")
+        if self.settings.expert_direct_frac > 0 and not self.thinking:
+            raise ConfigError(
+                f"expert_direct_frac={self.settings.expert_direct_frac} chooses between thinking and not, but "
+                f"thinking is off and every answer is direct; set it to 0"
+            )
         self._check_drills()
         self._datasets: Mapping[str, Dataset] = {
-            name: _dataset(name, {**_TASK_SETTINGS[name], **own}) for name, own in tasks.items()
+            name: _dataset(name, {**_TASK_SETTINGS.get(name, {}), **own})
+            for name, own in tasks.items()
         }
         self._expert_datasets: Mapping[str, Dataset] = {
             name: _dataset(
@@ -162,6 +175,7 @@ class Reasoning:
                 {**_TASK_SETTINGS[name], **own, **_EXPERT_SETTINGS[name], **expert.get(name, {})},
             )
             for name, own in tasks.items()
+            if name in WORKED
         }
 
     def _check_drills(self) -> None:
@@ -187,7 +201,7 @@ class Reasoning:
                 id=f"{self.name}/{split}/{index}",
                 family=self.name,
                 split=split,
-                messages=(Message(role=Role.USER, content=problem.question),),
+                messages=(Message(role=Role.USER, content=self._asked(problem)),),
                 difficulty=_size(problem),
                 data={
                     "dataset": problem.dataset,
@@ -208,6 +222,8 @@ class Reasoning:
         assert isinstance(index, int)
         entry = dataset[index]
         answer = final_answer(episode)
+        if self.settings.answer_from == "last_number":
+            answer = last_number(answer)
         score = 0.0
         if answer is not None and _is_honest(str(data["dataset"]), answer, entry):
             score = float(dataset.score_answer(answer, entry))
@@ -218,7 +234,16 @@ class Reasoning:
         )
 
     def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
-        """Return the expert's conversation number ``index``; one turn has no room for a correction."""
+        """Return the expert's conversation number ``index``; one turn has no room for a correction.
+
+        Raises:
+            ConfigError: a family of the settings has no expert.
+        """
+        if self._without_expert:
+            raise ConfigError(
+                f"task family 'reasoning': {self._without_expert} have no expert to demonstrate them; leave them out of "
+                f"stages that need demonstrations, or choose from {sorted(WORKED)}"
+            )
         rng = rng_of(self.name, self.settings.seed, "expert", index)
         if rng.random() < self.settings.expert_drill_frac:
             return _drill(rng, family=self.name)
@@ -227,10 +252,10 @@ class Reasoning:
         thoughts = _NO_THOUGHT if is_direct else WORKED[problem.dataset](problem.entry)
         return Conversation(
             messages=(
-                Message(role=Role.USER, content=problem.question),
+                Message(role=Role.USER, content=self._asked(problem)),
                 Message(
                     role=Role.ASSISTANT,
-                    reasoning=thoughts,
+                    reasoning=thoughts if self.thinking else None,
                     content=problem.entry["answer"],
                 ),
             ),
@@ -238,6 +263,9 @@ class Reasoning:
             family=self.name,
             difficulty=_size(problem),
         )
+
+    def _asked(self, problem: Problem) -> str:
+        return "\n".join(part for part in (problem.question, self.settings.instruction) if part)
 
     def _problem(
         self, datasets: Mapping[str, Dataset], split: str, index: int, *, purpose: str
@@ -256,7 +284,13 @@ def _dataset(name: str, settings: Mapping[str, Any]) -> Dataset:
     with boundary(ConfigError, f"reasoning-gym family {name!r} with {dict(settings)}"):
         # here and not at the top: the import takes more than a second and needs the extra "train"
         import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
+        if name not in DATASETS:
+            near = get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
+            raise ConfigError(
+                f"task family 'reasoning': reasoning-gym has no family {name!r}; choose {' or '.join(near)}"
+            )
         dataset: Dataset = reasoning_gym.create_dataset(
             name, seed=0, size=1 << _INDEX_BITS, **settings
         )

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic import Field
+
 from longarc.envs.graders.answers import final_answer, is_labelled, success
 from longarc.envs.single_turn import SingleTurn
 from longarc.envs.tasks.settings import FamilySettings, Range, settings_from
@@ -40,6 +42,10 @@ class RecallSettings(FamilySettings):
     expert_tokens: Range = (512, 2048)
     """Length of a demonstration's haystack [tokens], drawn so that each doubling comes equally often: finding
     is learned on short haystacks and carries over to long ones."""
+    expert_questions: int = Field(1, ge=1)
+    """Questions of a demonstration. The first asks for the code, as tasks do; each further one asks for one of the
+    key=value lines, so that a haystack teaches looking up several times at little cost. A haystack with fewer such lines is
+    asked about less often."""
     num_pairs: Range = (16, 48)
     """Lines that are key=value, fewer where the haystack is short; the others are text of the same words."""
 
@@ -50,6 +56,8 @@ class Haystack:
 
     text: str
     code: str
+    pairs: tuple[str, ...]
+    """The ``key=value`` lines, in no order."""
     num_tokens: int
 
 
@@ -104,9 +112,16 @@ class Recall:
     def demonstration(self, index: int, *, error_frac: float = 0.0) -> Conversation:
         """Return the expert's conversation number ``index``; one turn has no room for a correction."""
         haystack = self._haystack("train", index, self.settings.expert_tokens, "expert")
-        answer = Message(role=Role.ASSISTANT, content=f"code: {haystack.code}")
+        messages = [
+            _question(haystack),
+            Message(role=Role.ASSISTANT, content=f"code: {haystack.code}"),
+        ]
+        for pair in haystack.pairs[: self.settings.expert_questions - 1]:
+            key = pair.partition("=")[0]
+            messages.append(Message(role=Role.USER, content=f"What was {key}?"))
+            messages.append(Message(role=Role.ASSISTANT, content=pair))
         return Conversation(
-            messages=(_question(haystack), answer),
+            messages=tuple(messages),
             thinking=self.thinking,
             family=self.name,
             difficulty=float(haystack.num_tokens),
@@ -123,7 +138,8 @@ class Recall:
     def _buried(self, code: str, rng: random.Random, wanted: int) -> Haystack:
         num_others = min(rng.randint(*self.settings.num_pairs), wanted // _TOKENS_PER_LINE)
         others = rng.sample(OTHER_WORDS, num_others)
-        lines = [f"code: {code}", *(f"{key}={rng.randint(10, 99)}" for key in others)]
+        pairs = tuple(f"{key}={rng.randint(10, 99)}" for key in others)
+        lines = [f"code: {code}", *pairs]
         num_tokens = sum(self._count_tokens(line + "\n") for line in lines)
         while True:
             line = _text(rng)
@@ -133,7 +149,7 @@ class Recall:
             lines.append(line)
         rng.shuffle(lines)
         text = "\n".join(lines)
-        return Haystack(text, code, self._count_tokens(text))
+        return Haystack(text, code, pairs, self._count_tokens(text))
 
 
 def estimated_tokens(text: str) -> int:

@@ -33,6 +33,7 @@ from longarc.models.decoder_base import (
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.native import native_for
 from longarc.models.layers import Rotation
+from longarc.models.room import check_room
 from longarc.models.selection import Selection
 
 
@@ -181,9 +182,10 @@ def build_transformers(
 
     Raises:
         ConfigError: transformers is not installed, or refuses the settings.
+        ResourceError: the memory cannot hold the weights.
     """
-    model = TransformersDecoder(config)
-    model.to(dtype).to_empty(device="cpu")
+    model = transformers_without_memory(config, dtype)
+    model.to_empty(device="cpu")
     model.keep_fp32()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -195,6 +197,21 @@ def build_transformers(
                 parameter.copy_(drawn.normal_(std=config.initializer_range, generator=generator))
         for buffer in model.buffers():
             buffer.zero_()
+    return model
+
+
+def transformers_without_memory(
+    config: TransformersConfig, dtype: torch.dtype
+) -> TransformersDecoder:
+    """Build the model on torch's meta device, if the memory could hold it.
+
+    Raises:
+        ConfigError: transformers is not installed, or refuses the settings.
+        ResourceError: the memory cannot hold the weights.
+    """
+    model = TransformersDecoder(config)
+    model.to(dtype)
+    check_room(model.state_dict(), config.hf_config)
     return model
 
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from longarc.config.model import MAX_LAYERS
-from longarc.config.settings import problems_of
+from longarc.config.settings import problems_of, read_strictly
 from longarc.errors import ConfigError
+from longarc.models.hf_fields import check_numbers
 
 _BASE = 10_000.0
 """Base of the rotary frequencies in the code of all these checkpoints."""
@@ -58,11 +59,14 @@ def read_chatglm_config(raw: Mapping[str, Any]) -> ChatGlmConfig:
             ``GlmForCausalLM`` does not compute.
     """
     try:
-        return ChatGlmConfig.model_validate(dict(raw))
+        read = {name: raw[name] for name in ChatGlmConfig.model_fields if name in raw}
+        config = read_strictly(ChatGlmConfig, read)
     except ValidationError as error:
         raise ConfigError(
             f"config.json is not one of ChatGLM2, ChatGLM3 or GLM-4-9B that can be converted: {problems_of(error)}"
         ) from error
+    check_numbers(read)
+    return config
 
 
 def glm_config(config: ChatGlmConfig, *, ratio_scales: RatioScales = "base") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from longarc.errors import CheckpointError, ConfigError
 from longarc.models.elders.chatglm_config import RatioScales, glm_config, read_chatglm_config
 from longarc.models.elders.chatglm_weights import GlmTensor, glm_tensors
 from longarc.models.hf_files import MAX_SHARD_BYTES, Outgoing, TensorFiles, write_directory
-from longarc.runs.files import check_new_directory, make_directory
+from longarc.runs.files import check_new_directory, new_directory
 
 _FLOATS = {
     "F64": ("float64", 8),
@@ -46,7 +46,7 @@ def convert_chatglm_dir(
         CheckpointError: config or weights are missing or damaged, or do not belong together.
         ConfigError: the config is another model's, or of one that cannot be converted; or the target is
             not empty.
-        ResourceError: the target cannot be made.
+        ResourceError: the target cannot be made, or the disk has too little room.
     """
     check_new_directory(target)
     raw = _read_config(source / "config.json")
@@ -63,8 +63,8 @@ def convert_chatglm_dir(
             **special_tokens,
             "dtype": dtype,
         }
-        make_directory(target)
-        write_directory(outgoing, content, target, max_shard_bytes=max_shard_bytes)
+        with new_directory(target):
+            write_directory(outgoing, content, target, max_shard_bytes=max_shard_bytes)
 
 
 def _outgoing(files: TensorFiles, tensor: GlmTensor) -> Outgoing:

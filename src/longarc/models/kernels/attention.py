@@ -1,6 +1,6 @@
 """Key selection and attention over packed sequences, with gradients and without [queries, keys] tensors.
 
-The eager twins are ``Indexer.select``, ``sparse_attention`` and ``dense_attention`` in
+The eager twins are ``Indexer.select``, ``sparse_attention``, ``dense_attention`` and ``windowed_attention`` in
 ``longarc.models``. Shape letters: N queries, n heads, g key heads, d key width, v value width,
 j index heads, i index width, R rows, S selected keys.
 """
@@ -98,11 +98,32 @@ def dense_attention(
     return output[0]
 
 
+def window_attention(
+    runs: FlatRuns,
+    query_Nnd: Float[Tensor, "N n d"],
+    table_Rd: Float[Tensor, "R d"],
+    *,
+    window: int,
+    value_width: int,
+    scale: float,
+) -> Float[Tensor, "N n v"]:
+    """Attend from each query to the last ``window`` positions up to itself, without a list of them for each query.
+
+    Values are the first ``value_width`` numbers of a row.
+    """
+    shape = _Shape(1, value_width, window, scale)
+    output: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+        runs, query_Nnd, table_Rd[:, None], None, None, shape, False
+    )
+    return output[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     num_key_heads: int
     value_width: int
     num_selected: int
+    """Keys of a query in its list, or without a list the last ones that it sees; 0 = all that it sees."""
     scale: float
 
 

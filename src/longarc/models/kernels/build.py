@@ -55,7 +55,10 @@ def build() -> Path:
                 # A rename, so that a process that starts meanwhile never loads half a file.
                 os.replace(made, target)
                 return target
-    raise ResourceError(f"{compiler} did not compile the kernels: {failure}")
+    raise ResourceError(
+        f"{compiler} did not compile the kernels: {failure}. Name another compiler in CXX; without the kernels torch "
+        f"computes everything, slower"
+    )
 
 
 def _compile(command: list[str]) -> str:
@@ -76,7 +79,10 @@ def _compiler() -> str:
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise ResourceError("no C++ compiler was found (looked for $CXX, c++, g++, clang++)")
+    raise ResourceError(
+        "no C++ compiler was found (looked for $CXX, c++, g++, clang++): install one or name it in CXX; without the "
+        "kernels torch computes everything, slower"
+    )
 
 
 def _directory() -> Path:

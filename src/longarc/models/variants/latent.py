@@ -14,7 +14,7 @@ from longarc.models.kernels import attention as native_attention
 from longarc.models.mla import SparseLatentAttention, per_head
 from longarc.models.variants.delta import delta_attention
 from longarc.models.variants.memory import MemoryShape
-from longarc.models.variants.windows import window_rows, windowed_attention
+from longarc.models.variants.windows import windowed_attention
 
 
 class LatentAttention(SparseLatentAttention):
@@ -70,16 +70,14 @@ class WindowLatentAttention(LatentAttention):
 
     def _over(self, query_Nnd: Tensor, latent: Tensor, step: Pass) -> Tensor:
         if step.flat_runs is not None:
-            # The kernel that gathers selected rows takes those of the window.
-            attended, _ = native_attention.sparse_attention(
+            return native_attention.window_attention(
                 step.flat_runs,
                 query_Nnd,
                 latent,
-                window_rows(step.plan, window=self._window),
+                window=self._window,
                 value_width=self._latent,
                 scale=self._scale,
             )
-            return attended
         key_R1d = latent[:, None]
         attended = windowed_attention(
             query_Nnd, key_R1d, key_R1d, step.plan, window=self._window, scale=self._scale

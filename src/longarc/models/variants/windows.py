@@ -12,36 +12,6 @@ from longarc.algos.selection import NO_KEY
 from longarc.models.plan import AttentionPlan, QueryRun
 
 
-def window_rows(plan: AttentionPlan, *, window: int) -> Int[Tensor, "N S"]:
-    """Return the rows that each query sees, by ascending position, NO_KEY last."""
-    num_keys = [run.num_keys for run in plan.runs]
-    if plan.singles is not None:
-        num_keys.append(plan.singles.max_keys)
-    size = min(window, max(num_keys))
-    parts = []
-    for run in plan.runs:
-        seen_Q = torch.arange(run.first_position + 1, run.num_keys + 1)
-        parts.append(
-            (torch.arange(run.num_queries) + run.first_query, run.rows_at(_last(seen_Q, size)))
-        )
-    if plan.singles is not None:
-        singles = plan.singles
-        rows = singles.rows_at(_last(singles.num_keys, size))
-        parts.append((torch.tensor(singles.query_list()), rows))
-    num_queries = sum(len(queries) for queries, _ in parts)
-    rows_NS = parts[0][1].new_full((num_queries, size), NO_KEY)
-    for queries, rows in parts:
-        rows_NS[queries] = rows
-    return rows_NS
-
-
-def _last(num_seen_Q: Tensor, size: int) -> Int[Tensor, "Q S"]:
-    """Return the last ``size`` positions below each number, NO_KEY behind them where there are fewer."""
-    first_Q1 = (num_seen_Q - size).clamp_min(0)[:, None]
-    positions_QS = first_Q1 + torch.arange(size, device=num_seen_Q.device)
-    return positions_QS.masked_fill(positions_QS >= num_seen_Q[:, None], NO_KEY)
-
-
 def windowed_attention(
     query_Nnd: Float[Tensor, "N n d"],
     key_Rgd: Float[Tensor, "R g d"],
@@ -70,6 +40,13 @@ def windowed_attention(
         attended = _attend_rows(query_Nnd[singles.queries], key_Rgd, value_Rgd, rows_BS, scale)
         output_Nnd[singles.queries] = attended
     return output_Nnd
+
+
+def _last(num_seen_Q: Tensor, size: int) -> Int[Tensor, "Q S"]:
+    """Return the last ``size`` positions below each number, NO_KEY behind them where there are fewer."""
+    first_Q1 = (num_seen_Q - size).clamp_min(0)[:, None]
+    positions_QS = first_Q1 + torch.arange(size, device=num_seen_Q.device)
+    return positions_QS.masked_fill(positions_QS >= num_seen_Q[:, None], NO_KEY)
 
 
 def _attend_block(

@@ -328,7 +328,7 @@ function matrixLegend(evaluation) {
     : `None of the ${evaluation.num_rollouts} rollouts was excluded.`;
   return h("p", { class: "hint" },
     "★ best of all stages · ▲ above the best so far, ▼ below 95 % of it (forgetting), ↺ back at it, in points; " +
-    "bold where the intervals do not overlap. ", excluded);
+    "bold where the 95 % interval of the difference on the same tasks excludes zero. ", excluded);
 }
 function difficultyTable(entry) {
   return h("figure", { "data-family": entry.family }, h("figcaption", {}, entry.family),

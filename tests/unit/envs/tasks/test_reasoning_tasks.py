@@ -173,7 +173,8 @@ def test_questions_are_short():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"families": {"rush_hour": {}}}, "no expert; choose from"),
+        ({"families": {"gdc": {}}}, "no family 'gdc'; choose gcd"),
+        ({"thinking": False, "expert_direct_frac": 0.5}, "expert_direct_frac=0.5 .* thinking"),
         ({"families": {}}, "families"),
         ({"families": {"chain_sum": {"max_turms": 3}}}, "max_turms"),
         ({"families": {"chain_sum": {"min_terms": 9}}}, "max_terms must be >="),
@@ -183,3 +184,36 @@ def test_questions_are_short():
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Reasoning(**settings)
+
+
+async def test_any_family_of_reasoning_gym_can_be_a_task_but_not_a_demonstration():
+    family = Reasoning(families={"gcd": {"max_value": 20}, "chain_sum": {}})
+    task = task_of(family, "gcd")
+    assert (await family.grade(task, said(task.data["answer"]))).value == 1.0
+    assert (await family.grade(task, said("0"))).value == 0.0
+    for index in range(2):
+        with pytest.raises(ConfigError, match=r"\['gcd'\] have no expert"):
+            family.demonstration(index)
+
+
+def test_without_thinking_the_expert_answers_at_once_and_the_instruction_stands_behind_the_question():
+    family = Reasoning(families={"chain_sum": {}}, thinking=False, instruction="Only the number.")
+    demo = family.demonstration(0)
+    assert not demo.thinking
+    assert demo.messages[-1].reasoning is None
+    assert demo.messages[0].content.endswith("\nOnly the number.")
+    task = next(family.tasks("test", cursor=0))
+    assert task.messages[0].content.endswith("\nOnly the number.")
+    plain = next(Reasoning(families={"chain_sum": {}}).tasks("test", cursor=0))
+    assert task.messages[0].content.startswith(plain.messages[0].content)
+
+
+async def test_the_last_number_of_a_sentence_can_be_the_answer():
+    family = Reasoning(families={"chain_sum": {}}, answer_from="last_number")
+    task = task_of(family, "chain_sum")
+    right = task.data["answer"]
+    assert (await family.grade(task, said(f"3 and 4 make {right}."))).value == 1.0
+    assert (await family.grade(task, said(f"{right}, or was it 999?"))).value == 0.0
+    assert (await family.grade(task, said("I do not know."))).value == 0.0
+    cut = said(f"It is {right}", outcome=Outcome.TRUNCATED_TOKENS)
+    assert (await family.grade(task, cut)).value == 0.0

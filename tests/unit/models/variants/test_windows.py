@@ -1,9 +1,13 @@
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from longarc.algos.selection import NO_KEY
+from longarc.models.kernels.attention import sparse_attention, window_attention
+from longarc.models.kernels.native import native
 from longarc.models.layout import Layout, Span
 from longarc.models.plan import AttentionPlan
-from longarc.models.variants.windows import window_rows, windowed_attention
+from longarc.models.variants.windows import windowed_attention
 from model_cases import LargestTensor
 
 CPU = torch.device("cpu")
@@ -28,15 +32,6 @@ LAYOUTS = [
     Layout.documents([3, 9, 1]),
     Layout((Span(6), Span(4, 0), Span(5), Span(3, 0), Span(7, 1))),
 ]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("window", [1, 4, 100])
-def test_a_window_is_the_last_tokens_of_the_sequence(layout, window):
-    rows = window_rows(AttentionPlan.of_layout(layout, CPU), window=window)
-    expected = rows_by_definition(layout, window)
-    assert [[r for r in row if r >= 0] for row in rows.tolist()] == expected
-    assert all(row == sorted(row, key=lambda r: r < 0) for row in rows.tolist())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,3 +70,50 @@ def test_no_tensor_of_queries_times_keys_exists():
     with LargestTensor() as largest:
         windowed_attention(query, key, key, plan, window=16, scale=0.5)
     assert largest.numel == 2048 * 4
+
+
+NATIVE = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
+
+
+@NATIVE
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_the_kernel_takes_the_last_rows_as_if_they_were_listed_bit_for_bit(layout, window):
+    draw, tokens = torch.Generator().manual_seed(2), layout.num_tokens
+    runs = AttentionPlan.of_layout(layout, CPU).flat_runs()
+    listed = pad_sequence(
+        [torch.tensor(rows) for rows in rows_by_definition(layout, window)],
+        batch_first=True,
+        padding_value=NO_KEY,
+    )
+    query, table = (
+        torch.randn(tokens, 4, 12, generator=draw),
+        torch.randn(tokens, 12, generator=draw),
+    )
+    weights, found = torch.randn(tokens, 4, 8, generator=draw), []
+    for attend in (
+        lambda q, t: sparse_attention(runs, q, t, listed, value_width=8, scale=0.4)[0],
+        lambda q, t: window_attention(runs, q, t, window=window, value_width=8, scale=0.4),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (query, table)]
+        attended = attend(*leaves)
+        (attended * weights).sum().backward()
+        found.append([attended.detach(), *(leaf.grad for leaf in leaves)])
+    for by_list, by_range in zip(*found, strict=True):
+        assert torch.equal(by_list, by_range)
+
+
+@NATIVE
+def test_the_kernel_keeps_no_list_of_the_windows_for_backward():
+    layout = Layout.documents([2048])
+    runs = AttentionPlan.of_layout(layout, CPU).flat_runs()
+    query = torch.randn(2048, 1, 16, requires_grad=True)
+    table, kept = torch.randn(2048, 16), []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with LargestTensor() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        window_attention(runs, query, table, window=256, value_width=8, scale=0.4)
+    assert max(largest.numel, *kept) == 2048 * 16

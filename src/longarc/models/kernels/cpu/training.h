@@ -65,7 +65,8 @@ inline void select_run(const SelectShape& shape, const Runs& runs, const Run& ru
 // value_dim columns of the keys, which then have one head.
 struct AttentionShape {
     int64_t num_heads, num_key_heads, dim, value_dim;
-    int64_t topk;  // keys per query in `selected`; 0 = dense; needs value == nullptr
+    int64_t topk;  // keys per query in `selected`, or without it the last ones that it sees; 0 = all that it sees;
+                   // needs value == nullptr
     float scale;
 
     int64_t group() const { return num_heads / num_key_heads; }
@@ -99,13 +100,14 @@ inline int64_t count_selected(const int64_t* rows, int64_t topk) {
     return count;
 }
 
-// The keys of a query where values are in the keys: the selected rows, or those of the run up to itself.
+// The keys of a query where values are in the keys: the selected rows, or the last (or all) of the run up to itself.
 template <class Pointer>
 inline int64_t rows_seen(const AttentionShape& shape, const AttentionInputs& in, const Runs& runs, const Run& run,
                          int64_t index, Pointer table, int64_t stride, std::vector<Pointer>& rows) {
-    const int64_t query = run.first_query + index;
-    const int64_t* numbers = shape.topk ? in.selected + query * shape.topk : runs.key_rows + run.first_key;
-    const int64_t num = shape.topk ? count_selected(numbers, shape.topk) : run.first_position + index + 1;
+    const int64_t query = run.first_query + index, seen = run.first_position + index + 1;
+    const int64_t last = shape.topk ? std::min(shape.topk, seen) : seen;
+    const int64_t* numbers = in.selected ? in.selected + query * shape.topk : runs.key_rows + run.first_key + seen - last;
+    const int64_t num = in.selected ? count_selected(numbers, shape.topk) : last;
     if (int64_t(rows.size()) < num) rows.resize(num);
     for (int64_t j = 0; j < num; j++) rows[j] = table + numbers[j] * stride;
     return num;
