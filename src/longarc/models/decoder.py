@@ -1,5 +1,7 @@
 """The GLM-5 family: MLA with sparse attention, experts behind the leading dense layers, and drafts."""
 
+from functools import partial
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class GlmMoeDsaLayer(DecoderLayer):
 
     def __init__(self, config: GlmMoeDsaConfig, layer: int) -> None:
         super().__init__()
+        self._layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = SparseLatentAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -50,7 +53,15 @@ class GlmMoeDsaLayer(DecoderLayer):
         normed = self.post_attention_layernorm(hidden)
         if isinstance(self.mlp, SwiGLU):
             return LayerOutput(hidden + self.mlp(normed), indexer_loss, selection=selection)
-        mixed, counts = self.mlp(normed, step.num_tokens, int4_group_size=step.int4_group_size)
+        mixed, counts = self.mlp(
+            normed,
+            step.num_tokens,
+            int4_group_size=step.int4_group_size,
+            given_Nk=None if step.replay is None else step.replay.experts.get(self._layer),
+            note=None
+            if step.record is None
+            else partial(step.record.experts.__setitem__, self._layer),
+        )
         return LayerOutput(hidden + mixed, indexer_loss, counts, selection)
 
 

@@ -32,6 +32,7 @@ from longarc.models.layout import Layout
 from longarc.models.plan import AttentionPlan
 from longarc.models.projection import project_logits
 from longarc.models.room import room_for_rows
+from longarc.models.routing import Replay, Routing, RoutingRecord, check_routes
 from longarc.models.selection import Selection
 from longarc.models.sparse_attention import Backend, backend_for
 
@@ -52,6 +53,8 @@ class ForwardOutput:
     """Terms of that sum, query tokens times indexers."""
     expert_counts: Int[Tensor, "moe_layers experts"]
     """Tokens routed to each expert; no rows where the model has no experts."""
+    routing: Routing | None = None
+    """What each token was routed to; None where nobody asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,10 @@ class Pass:
     """The plan for Triton's key selection, where that is the back-end."""
     cache_rows: Int[Tensor, " tokens"] | None = None
     """Where the tokens' own rows go in the cache."""
+    replay: Replay | None = None
+    """Choices of another pass that this one takes over."""
+    record: RoutingRecord | None = None
+    """Where the choices of this one go."""
 
     def table(self, name: str, layer: int, rows: Float[Tensor, "tokens width"]) -> Tensor:
         """Return the rows that may be attended to, ``rows`` among them: the packed ones, or the cache."""
@@ -186,6 +193,8 @@ class Decoder(nn.Module):
         indexer_stride: int = 1,
         int4_group_size: int | None = None,
         activations: Activations | None = None,
+        replayed: Routing | None = None,
+        records_routing: bool = False,
     ) -> ForwardOutput:
         """Compute the hidden state of every token of a packed layout.
 
@@ -201,10 +210,14 @@ class Decoder(nn.Module):
             int4_group_size: compute with the routed experts rounded to INT4, in groups of that many numbers;
                 gradients reach the weights as if nothing had been rounded.
             activations: what becomes of the layers' activations until backward; None keeps them.
+            replayed: experts, keys or both of every token, from a pass over the same tokens, in place of what
+                router and indexers of this one would choose.
+            records_routing: also return what each token was routed to.
 
         Raises:
             ContractError: ids and layout disagree, an id is not in the vocabulary, a sequence is too
-                long for the model, or attention and indexer loss do not go together.
+                long for the model, attention and indexer loss do not go together, or the routing is not of this
+                model and these tokens.
         """
         num_tokens = len(token_ids)
         if num_tokens != layout.num_tokens:
@@ -230,6 +243,13 @@ class Decoder(nn.Module):
         positions = layout.position_ids()
         self._check_length(int(positions.max()) + 1)
         plan = AttentionPlan.of_layout(layout, token_ids.device)
+        if records_routing:
+            check_routes(self.config)
+        if replayed is not None and replayed.keys is not None and attention == "dense":
+            raise ContractError(
+                "replayed keys do not go with attention='dense', which reads every key; leave them out"
+            )
+        record = RoutingRecord() if records_routing else None
         backend = backend_for(self.output_weight)
         step = Pass(
             rotation=self.rotation(self._padded(positions)),
@@ -242,6 +262,10 @@ class Decoder(nn.Module):
             indexer_loss=indexer_loss,
             indexer_stride=indexer_stride,
             int4_group_size=int4_group_size,
+            replay=None
+            if replayed is None
+            else Replay.of(replayed, self.config, positions.to(token_ids.device)),
+            record=record,
         )
         hidden, losses, counts = self.model(self._padded(token_ids), step, activations)
         stride = indexer_stride if indexer_loss == "sparse" else 1
@@ -254,6 +278,7 @@ class Decoder(nn.Module):
             expert_counts=torch.stack(counts)
             if counts
             else hidden.new_zeros((0, 0), dtype=torch.long),
+            routing=None if record is None else record.routing(),
         )
 
     @torch.no_grad()

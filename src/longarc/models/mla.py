@@ -124,6 +124,7 @@ class SparseLatentAttention(nn.Module):
         needs_loss = step.indexer_loss != "none"
         if step.attention == "dense" and not needs_loss:
             return Selection()
+        given_NS = None if step.replay is None else step.replay.keys.get(self._layer)
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_loss):
             rows = indexer.project(x, q_latent, step.rotation)
             n = step.num_tokens
@@ -134,7 +135,13 @@ class SparseLatentAttention(nn.Module):
         table = step.table("index_keys", self._layer, rows.key)
         selected_NS = None
         if step.attention == "sparse":
-            selected_NS = indexer.select(rows, table, step)
+            selected_NS = (
+                indexer.select(rows, table, step)
+                if given_NS is None
+                else step.plan.rows_at(given_NS)
+            )
+            if step.record is not None:
+                step.record.keys[self._layer] = step.plan.positions_of(selected_NS)
         return Selection(selected_NS, rows if needs_loss else None)
 
     def _sparse(

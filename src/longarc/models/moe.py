@@ -4,6 +4,7 @@ Source: GLM-5, arXiv:2602.15763, section 3; balancing: DeepSeek-V3, arXiv:2412.1
 Shape letters: T padded rows, k experts per token, E experts.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,8 +36,13 @@ class Router(nn.Module):
             "e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=torch.float32)
         )
 
-    def forward(self, x: Float[Tensor, "T hidden"]) -> tuple[Tensor, Tensor]:
-        """Return chosen experts [T, k], best first and ties to the lower index, and their weights [T, k]."""
+    def forward(
+        self, x: Float[Tensor, "T hidden"], given_Tk: Int[Tensor, "T k"] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return chosen experts [T, k], best first and ties to the lower index, and their weights [T, k].
+
+        Where experts are given, they are the chosen ones, whatever the scores say.
+        """
         if native_for(x, self.weight):
             return native_mixture.route(
                 native_rows.linear(x, self.weight),
@@ -44,12 +50,13 @@ class Router(nn.Module):
                 num_chosen=self._num_chosen,
                 normalise=self._normalise,
                 scale=self._scale,
+                given_Tk=given_Tk,
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
         score_TE = F.linear(x.to(dtype), self.weight.to(dtype)).sigmoid()
         preference_TE = score_TE.detach() + self.e_score_correction_bias
         chosen_Tk = preference_TE.sort(dim=-1, descending=True, stable=True).indices
-        chosen_Tk = chosen_Tk[:, : self._num_chosen]
+        chosen_Tk = chosen_Tk[:, : self._num_chosen] if given_Tk is None else given_Tk
         weight_Tk = score_TE.gather(1, chosen_Tk)
         if self._normalise:
             weight_Tk = weight_Tk / (weight_Tk.sum(dim=-1, keepdim=True) + 1e-20)
@@ -174,17 +181,40 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "T hidden"], num_tokens: int, *, int4_group_size: int | None = None
+        self,
+        x: Float[Tensor, "T hidden"],
+        num_tokens: int,
+        *,
+        int4_group_size: int | None = None,
+        given_Nk: Int[Tensor, "N k"] | None = None,
+        note: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of each row, and how many of the first ``num_tokens`` rows went to each expert."""
+        """Return the output of each row, and how many of the first ``num_tokens`` rows went to each expert.
+
+        Args:
+            x: rows.
+            num_tokens: N; the rows behind are padding.
+            int4_group_size: as in `mixed_experts`.
+            given_Nk: experts of each token, in place of the router's choice.
+            note: told the experts of each token, [N, k].
+        """
         num_experts = len(self.gate.e_score_correction_bias)
-        chosen_Tk, weight_Tk = self.gate(x)
+        chosen_Tk, weight_Tk = self.gate(x, None if given_Nk is None else _padded(given_Nk, len(x)))
+        if note is not None:
+            note(chosen_Tk[:num_tokens])
         counts_E = torch.bincount(chosen_Tk.flatten(), minlength=num_experts)
         output = self.experts(x, chosen_Tk, weight_Tk, counts_E, int4_group_size=int4_group_size)
         if self.shared_experts is not None:
             output = output + self.shared_experts(x)
         padding_E = torch.bincount(chosen_Tk[num_tokens:].flatten(), minlength=num_experts)
         return output, counts_E - padding_E
+
+
+def _padded(given_Nk: Tensor, num_rows: int) -> Tensor:
+    """Give the padding rows experts too: different ones, as a router does."""
+    num_tokens, num_chosen = given_Nk.shape
+    some = torch.arange(num_chosen, device=given_Nk.device)
+    return torch.cat([given_Nk, some.expand(num_rows - num_tokens, -1)])
 
 
 @torch.no_grad()

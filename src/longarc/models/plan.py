@@ -185,6 +185,26 @@ class AttentionPlan:
             for index, query in enumerate(queries.tolist()):
                 yield query, self.singles.key_rows[index, : self.singles.num_keys[index]]
 
+    def rows_at(self, positions_NS: Int[Tensor, "N S"]) -> Int[Tensor, "N S"]:
+        """Translate positions in each query's sequence to rows of the table; NO_KEY stays."""
+        rows_NS = torch.empty_like(positions_NS)
+        for run in self.runs:
+            rows_NS[run.queries] = run.rows_at(positions_NS[run.queries])
+        if self.singles is not None:
+            rows_NS[self.singles.queries] = self.singles.rows_at(positions_NS[self.singles.queries])
+        return rows_NS
+
+    def positions_of(self, rows_NS: Int[Tensor, "N S"]) -> Int[Tensor, "N S"]:
+        """Translate rows that queries see to positions in their sequences; NO_KEY stays. For passes without a cache."""
+        positions_NS = torch.full_like(rows_NS, NO_KEY)
+        for run in self.runs:
+            seen = run.key_row_list().to(rows_NS.device)
+            # One place more, which NO_KEY, the last one, reads.
+            position_R = torch.full((int(seen.max()) + 2,), NO_KEY, device=rows_NS.device)
+            position_R[seen] = torch.arange(len(seen), device=rows_NS.device)
+            positions_NS[run.queries] = position_R[rows_NS[run.queries]]
+        return positions_NS
+
     def own_rows(self, device: torch.device) -> Int[Tensor, " tokens"]:
         """Return the row of each query's own position."""
         rows = torch.empty(self.num_queries, dtype=torch.long, device=device)

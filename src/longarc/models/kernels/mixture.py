@@ -20,16 +20,35 @@ def route(
     num_chosen: int,
     normalise: bool,
     scale: float,
+    given_Tk: Int[Tensor, "T k"] | None = None,
 ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-    """Return chosen experts, best first and ties to the lower index, and their weights."""
-    output: tuple[Tensor, Tensor] = _Route.apply(logits_TE, bias_E, num_chosen, normalise, scale)  # type: ignore[no-untyped-call]
+    """Return chosen experts, best first and ties to the lower index, and their weights.
+
+    Args:
+        logits_TE: of the router.
+        bias_E: added to the scores for the choice alone.
+        num_chosen: k.
+        normalise: whether weights of a row add up to the scale.
+        scale: of the weights.
+        given_Tk: these are chosen, whatever the scores say; their weights are those that they would have had if the
+            scores had chosen them, to the last bit.
+    """
+    output: tuple[Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
+        logits_TE, bias_E, num_chosen, normalise, scale, given_Tk
+    )
     return output
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, bias: Tensor, num_chosen: int, normalise: bool, scale: float
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor,
+        num_chosen: int,
+        normalise: bool,
+        scale: float,
+        given: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows, experts = logits.shape
         scores = logits.clone(memory_format=torch.contiguous_format)
@@ -38,6 +57,10 @@ class _Route(torch.autograd.Function):
         required().call(
             "route", rows, experts, num_chosen, scores, bias, normalise, scale, chosen, weights
         )
+        if given is not None:
+            # The kernel left the scores of all experts in place of the logits.
+            chosen = given.to(torch.int32)
+            weights = _weights_of(scores.gather(1, given), normalise, scale)
         ctx.save_for_backward(scores, chosen)
         ctx.normalise, ctx.scale = normalise, scale
         ctx.mark_non_differentiable(chosen)
@@ -54,7 +77,17 @@ class _Route(torch.autograd.Function):
             shift_T1 = (grad_Tk * score_Tk).sum(dim=1, keepdim=True) / total_T1
             grad_Tk = (grad_Tk - shift_T1) / total_T1
         grad_Tk = grad_Tk * score_Tk * (1 - score_Tk)
-        return torch.zeros_like(scores_TE).scatter_(1, index_Tk, grad_Tk), None, None, None, None
+        return torch.zeros_like(scores_TE).scatter_(1, index_Tk, grad_Tk), *[None] * 5
+
+
+def _weights_of(scores_Tk: Tensor, normalise: bool, scale: float) -> Tensor:
+    """Return the weights as the kernel computes them: a sum slot after slot, one factor for the row."""
+    if not normalise:
+        return scores_Tk * scale
+    first, *others = scores_Tk.unbind(1)
+    for other in others:
+        first = first + other
+    return scores_Tk * (torch.tensor(scale) / (first + 1e-20))[:, None]
 
 
 def mix_experts(
