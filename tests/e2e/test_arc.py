@@ -87,8 +87,11 @@ def test_an_evaluation_in_parts_stands_in_the_order_of_the_recipe(finished, tmp_
     asked = ["eval", run_dir, "--tasks", "2", "--families", "format", "--stages"]
     output_of(*asked, "distill")
     said = output_of(*asked, "reasoning_rl", "sft")
-    rows = [line.split()[0] for line in said.splitlines()[-3:]]
+    matrix, _, changes = said.partition("\n\non the same tasks:\n")
+    rows = [line.split()[0] for line in matrix.splitlines()[-3:]]
     assert rows == ["sft", "reasoning_rl", "distill"]
+    pairs = [line.split(" points")[0].rsplit(" ", 1)[0] for line in changes.splitlines()]
+    assert pairs == ["format: sft to reasoning_rl", "format: reasoning_rl to distill"]
 
 
 def test_the_dsa_stage_takes_an_indexer_away_and_a_search_takes_another(finished):
@@ -162,7 +165,7 @@ def test_what_was_trained_can_be_chatted_with_and_the_session_is_in_the_ledger(f
             "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}},
         }
         answer = client.chat.completions.create(
-            model="any",
+            model="longarc",
             messages=[{"role": "user", "content": "Find the code."}],
             tools=[tool],
             max_tokens=16,

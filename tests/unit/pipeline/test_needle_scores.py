@@ -26,6 +26,8 @@ def texts(kind, count=3):
 class Oracle:
     """A model that knows the next token, but for those at some places."""
 
+    compute_dtype = "float32"
+
     def __init__(self, wrong=()):
         self.output_weight = 100 * torch.eye(TOKENIZER.vocab_size)
         self.wrong = wrong
