@@ -1,9 +1,10 @@
 """Files that survive a crash: atomic replacement, and JSON lines whose torn tail is dropped."""
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import orjson
 
 from longarc.errors import ConfigError, ResourceError
 from longarc.runs.disk import writing
+
+UNFINISHED = ".longarc-unfinished"
+"""File that stands in a new directory while it is written, locked by who writes."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -52,11 +56,12 @@ def check_new_directory(path: Path) -> None:
     """Refuse a place where no new directory can be made, before hours are spent on what goes there.
 
     Raises:
-        ConfigError: it holds something, or a file is in its way.
+        ConfigError: it holds something (but for what a writer left that was killed), or a file is in its way.
         ResourceError: it cannot be looked at.
     """
     try:
-        is_free = not any(path.iterdir()) if path.is_dir() else not path.exists()
+        is_left = (path / UNFINISHED).is_file()
+        is_free = is_left or (not any(path.iterdir()) if path.is_dir() else not path.exists())
         above = next(place for place in path.absolute().parents if place.exists())
     except OSError as error:
         raise ResourceError(f"cannot look at {path}: {error.strerror or error}") from error
@@ -70,26 +75,62 @@ def check_new_directory(path: Path) -> None:
 def new_directory(path: Path) -> Iterator[None]:
     """Make a directory, and those above it, for what the block writes there; if that fails, nothing stays.
 
+    Where the process is killed, ``UNFINISHED`` stays, and the next call clears the directory and begins anew.
+
     Raises:
-        ConfigError: it holds something already, or a file is in its way.
+        ConfigError: it holds something already, another process writes it, or a file is in its way.
         ResourceError: it cannot be made, or the disk has no room for what the block writes.
     """
     check_new_directory(path)
     made = [place for place in (path, *path.parents) if not place.exists()]
-    try:
-        make_directory(path)
-        with writing(path):
-            yield
-    except BaseException:
-        for inside in path.iterdir() if path.is_dir() else ():
-            if inside.is_dir() and not inside.is_symlink():
-                shutil.rmtree(inside, ignore_errors=True)
-            else:
-                inside.unlink(missing_ok=True)
-        for place in made:
-            with contextlib.suppress(OSError):
-                place.rmdir()
-        raise
+    with contextlib.ExitStack() as parts:
+        try:
+            make_directory(path)
+            with writing(path):
+                is_left = (path / UNFINISHED).is_file()
+                mode = "r+" if is_left else "x"
+                marker = parts.enter_context(open(path / UNFINISHED, mode))
+        except BaseException:
+            _remove_empty(made)
+            raise
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is writing {path}; wait for it, or give another place"
+            ) from error
+        is_finished = os.fstat(marker.fileno()).st_nlink == 0
+        if not is_left and any(inside.name != UNFINISHED for inside in path.iterdir()):
+            (path / UNFINISHED).unlink()
+            is_finished = True
+        if is_finished:  # by another process, since it was looked at
+            raise ConfigError(f"{path} is not an empty directory; give a new one")
+        try:
+            _clear(path, but=UNFINISHED)
+            with writing(path):
+                yield
+                sync_directory(path)
+                (path / UNFINISHED).unlink()
+        except BaseException:
+            _clear(path)
+            _remove_empty(made)
+            raise
+
+
+def _clear(path: Path, *, but: str | None = None) -> None:
+    for inside in path.iterdir() if path.is_dir() else ():
+        if inside.name == but:
+            continue
+        if inside.is_dir() and not inside.is_symlink():
+            shutil.rmtree(inside, ignore_errors=True)
+        else:
+            inside.unlink(missing_ok=True)
+
+
+def _remove_empty(places: Sequence[Path]) -> None:
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.rmdir()
 
 
 def sync_directory(directory: Path) -> None:
