@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.errors import ContractError
+from longarc.models.routed_rows import RoutedRows, RoutingShape
 
 PAGE_TOKENS = 64
 """Positions of a page where nobody asks for another number."""
@@ -91,6 +92,7 @@ class PagedCache:
         if shape.num_pages is None:
             self.page_table[:] = torch.arange(shape.total_pages).view(self.page_table.shape)
         self._pages = self.page_table.numpy()
+        self._routed: RoutedRows | None = None
 
     def table(self, name: str, layer: int) -> Float[Tensor, "rows width"]:
         """Return all rows of one kind in one layer, page after page."""
@@ -105,6 +107,33 @@ class PagedCache:
     def num_bytes(self) -> int:
         """Memory of all rows [bytes]."""
         return sum(rows.nbytes for rows in self._rows.values())
+
+    @property
+    def routed(self) -> RoutedRows | None:
+        """What the tokens of the rows were routed to; None where nobody asked."""
+        return self._routed
+
+    def keep_routing(self, shape: RoutingShape) -> None:
+        """From now on keep what each new token is routed to, beside its rows.
+
+        Called once, while there is nothing in the cache.
+        """
+        self._routed = RoutedRows(shape, self.num_rows)
+
+    def routing_of(self, slot: int, start: int, stop: int) -> list[bytes]:
+        """Return what positions ``start`` to ``stop`` of a slot were routed to, in the bytes of ``RoutingShape``.
+
+        Raises:
+            ContractError: it is not kept.
+        """
+        if self._routed is None:
+            raise ContractError(
+                "the cache does not keep what tokens are routed to; call keep_routing before its first token"
+            )
+        rows = self.rows_of(slot, stop)
+        if isinstance(rows, slice):
+            return self._routed.blobs(slice(rows.start + start, rows.stop), start)
+        return self._routed.blobs(rows[start:].numpy(), start)
 
     @property
     def can_branch(self) -> bool:
@@ -162,6 +191,12 @@ class PagedCache:
         source, target = source_page * size, target_page * size
         for rows in self._rows.values():
             rows[:, target : target + count] = rows[:, source : source + count]
+        self._copy_routing(source_page, target_page, count)
+
+    def _copy_routing(self, source_page: int, target_page: int, count: int) -> None:
+        if self._routed is not None:
+            size = self.shape.page_tokens
+            self._routed.copy(source_page * size, target_page * size, count)
 
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to the pages of another, in all layers.

@@ -69,6 +69,7 @@ class BlockedPagedCache(PagedCache):
         for name, rows in self._storage.items():
             steps = -(-count // self._lanes) if self._tables[name].is_blocked else count
             rows[:, target_page, :, :steps] = rows[:, source_page, :, :steps]
+        self._copy_routing(source_page, target_page, count)
 
 
 def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
