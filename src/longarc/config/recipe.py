@@ -4,7 +4,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
+from longarc.config.coherence import (
+    check_engine_fits,
+    check_keys_are_selected,
+    check_model_fits,
+    check_names,
+)
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, ModelConfig
@@ -110,6 +115,9 @@ class Recipe(Settings):
         check_names("task family", self.tasks)
         own = self.model if self.initial is None else None
         check_engine_fits(self.engine, self.stages, model=own)
+        check_keys_are_selected(
+            self.stages, is_sparse=self.initial is not None and self.initial.is_sparse
+        )
         if self.initial is not None:
             return (
                 self  # the weights bring the shape of the model, which is checked when it is known

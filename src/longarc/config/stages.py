@@ -9,7 +9,7 @@ from longarc.config.model import MAX_DEPTHS, AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
-from longarc.records.sampling import MIN_TEMPERATURE, UpdatePolicy
+from longarc.records.sampling import MIN_TEMPERATURE, RoutingReplay, UpdatePolicy
 
 
 def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
@@ -287,6 +287,11 @@ class RolloutConfig(Settings):
     """A turn that is being sampled when new weights arrive goes on under them with its old cache (``continue``), computes
     its cache again before it goes on (``recompute``), or ends under the old weights, for which the engine keeps a second copy
     and further updates wait (``finish``). None leaves it to the engine: the embedded one continues."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing training computes with, in place of its own choices (rollout routing replay, R3):
+    ``experts`` of each token, or ``experts_and_keys``, also what its indexers selected. The engine then keeps them beside
+    the rows of its cache and they are recorded with the tokens. LongArc's engine and trainer choose alike for the same
+    weights, so this is for weights that differ: rollouts in FP8, or turns that an update caught. For glm_moe_dsa."""
 
     @field_validator("temperature")
     @classmethod
@@ -412,6 +417,11 @@ class EvalConfig(Settings):
 
     @model_validator(mode="after")
     def _weights_stay(self) -> Self:
+        if self.rollout.routing_replay != "none":
+            raise ValueError(
+                f"rollout.routing_replay={self.rollout.routing_replay!r} has no effect in an evaluation, which trains "
+                f"nothing; leave it out"
+            )
         if self.rollout.on_update is not None:
             raise ValueError(
                 f"rollout.on_update={self.rollout.on_update!r} has no effect in an evaluation, whose weights never "

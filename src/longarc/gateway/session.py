@@ -158,6 +158,9 @@ class GatewaySession:
         else:
             prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
         wanted = self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt))
+        if self._settings.sampling.returns_routing_from is not None:
+            # What the parent has is of the passes that drew its tokens; of its last one it has nothing.
+            wanted = replace(wanted, returns_routing_from=max(0, len(stored) - 1))
         completion = await self._sample(prompt, wanted)
         message = self._message(
             completion, tools, thinking=thinks, keeps_calls=tool_choice == "auto"
@@ -176,6 +179,7 @@ class GatewaySession:
             message=message,
             ids_digest=digest_ids(prompt + completion.sampled_ids),
             kept_ids=completion.kept_ids,
+            routing=completion.routing,
         )
         # No await from here on: the index is this turn's, and the turn is durable before it is told.
         if self._turn_log is not None:

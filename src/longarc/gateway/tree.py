@@ -50,6 +50,9 @@ class Node:
     """Digest of all ids from the root to the end of this turn."""
     kept_ids: tuple[tuple[int, ...], ...] = ()
     """Of each sampled id, the ids it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
+    routing: tuple[bytes, ...] = ()
+    """What tokens were routed to: of the parent's last one, of the context, and of the sampled ones but the last, which
+    a continuation has. Empty where nobody asked."""
 
 
 def digest_ids(ids: "array[int]") -> bytes:
@@ -167,12 +170,14 @@ class SessionTree:
         logprobs: list[float] = []
         versions: list[int] = []
         kept: list[tuple[int, ...]] = []
+        routing: list[bytes] = []
         for node in self._path(tip):
             num_context, num_sampled = len(node.context_ids), len(node.sampled_ids)
             is_sampled += [False] * num_context + [True] * num_sampled
             train_mask += [False] * num_context + [owner[node.index] == order] * num_sampled
             logprobs += [0.0] * num_context + node.logprobs.tolist()
             kept += [()] * num_context + list(node.kept_ids or [()] * num_sampled)
+            routing += node.routing
             versions += [NOT_SAMPLED] * num_context
             for version, length in node.version_runs:
                 versions += [version] * length
@@ -183,6 +188,8 @@ class SessionTree:
             behaviour_logprobs=tuple(logprobs),
             policy_versions=tuple(versions),
             kept_ids=tuple(kept) if any(kept) else None,
+            # Of the last token nobody knows yet.
+            routing=(*routing, b"") if routing else None,
             order=order,
             parent=parent,
         )

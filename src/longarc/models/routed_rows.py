@@ -170,9 +170,7 @@ class RoutingShape:
         packed = np.packbits(bits, axis=2, bitorder="little")
         # Bytes of all indexers side by side, so that what a longer neighbour has more is at the end.
         packed_NBI = np.ascontiguousarray(packed.transpose(1, 2, 0))
-        return [
-            packed_NBI[i, : (first_position + i) // 8 + 1].tobytes() for i in range(num_tokens)
-        ]
+        return [packed_NBI[i, : (first_position + i) // 8 + 1].tobytes() for i in range(num_tokens)]
 
     # From bytes ------------------------------------------------------------------------------
 
@@ -199,10 +197,10 @@ class RoutingShape:
         keys_NIS = np.full((len(blobs), self.num_indexers, self.num_selected), NO_KEY, np.int32)
         places = np.asarray(positions)
         self._fill_all(keys_NIS, places)
-        is_some = places >= self.num_selected
+        is_some: Numbers = places >= self.num_selected
         is_bits = places // 8 + 1 < self.num_selected * self.position_bytes
         self._fill_bits(keys_NIS, blobs, places, np.flatnonzero(is_some & is_bits))
-        for index in np.flatnonzero(is_some & ~is_bits):
+        for index in np.flatnonzero(is_some & ~is_bits).tolist():
             flat = np.frombuffer(blobs[index], self.position_dtype, offset=size)
             keys_NIS[index] = flat.reshape(self.num_indexers, self.num_selected)
         return Routing(

@@ -16,7 +16,7 @@ from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError, EngineLostError
 from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
-from longarc.records.sampling import WeightSource
+from longarc.records.sampling import RoutingReplay, WeightSource
 
 ENGINE_KEY = "LONGARC_ENGINE_KEY"
 """Environment variable with the key of the engine servers; they and who uses them need the same."""
@@ -34,6 +34,7 @@ def embedded_engine(
     num_threads: int,
     seed: int,
     token_bytes: TokenBytes | None = None,
+    records_routing: RoutingReplay = "none",
 ) -> EmbeddedEngine:
     """Return an engine in this process over a checkpoint's model, which is its own from now on.
 
@@ -46,6 +47,7 @@ def embedded_engine(
             on, so never more than there are cores, which changes no number.
         seed: of requests without one.
         token_bytes: what stop strings are looked for in; None refuses them.
+        records_routing: what of the routing of tokens requests may ask for.
     """
     return EmbeddedEngine(
         loaded.model,
@@ -55,6 +57,7 @@ def embedded_engine(
         attention=loaded.attention,
         seed=seed,
         token_bytes=token_bytes,
+        records_routing=records_routing,
     )
 
 
@@ -108,7 +111,12 @@ def raise_failure(engines: Sequence[Engine]) -> None:
 
 @asynccontextmanager
 async def engine_servers(
-    config: EngineConfig, loaded: Loaded, *, max_context_tokens: int, seed: int
+    config: EngineConfig,
+    loaded: Loaded,
+    *,
+    max_context_tokens: int,
+    routing_replay: RoutingReplay,
+    seed: int,
 ) -> AsyncIterator[Engine]:
     """Open the router over the recipe's servers, all of which have the checkpoint's weights then.
 
@@ -116,10 +124,12 @@ async def engine_servers(
         config: names the servers.
         loaded: the checkpoint.
         max_context_tokens: what the stage needs [tokens].
+        routing_replay: what of the routing the stage replays.
         seed: of requests without one.
 
     Raises:
-        ConfigError: the key is missing or wrong, or a server has another model, attention or too little room.
+        ConfigError: the key is missing or wrong, or a server has another model, attention or too little room, or does
+            not record what the stage replays.
         EngineLostError: a server does not answer.
         WeightsRefusedError: the servers cannot load the checkpoint's weights.
     """
@@ -141,6 +151,11 @@ async def engine_servers(
                     f"of engine.servers. One that is lost later is done without"
                 ) from error
             _check(address, described, loaded, config, max_context_tokens=max_context_tokens)
+            if routing_replay not in ("none", described.records_routing):
+                raise ConfigError(
+                    f"{address} records_routing={described.records_routing!r}, the stage replays {routing_replay!r} "
+                    f"(rollout.routing_replay); start it with --records-routing {routing_replay}"
+                )
             engines[f"{address}#0"] = first
             for rank in range(1, described.num_ranks):
                 engines[f"{address}#{rank}"] = await opened.enter_async_context(

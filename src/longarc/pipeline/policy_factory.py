@@ -14,6 +14,7 @@ from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.workspace import load_checkpoint
+from longarc.records.sampling import RoutingReplay
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 
@@ -38,6 +39,8 @@ class PolicyTrainerSpec:
     advantage: Literal["std", "mean"] = "std"
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing is replayed."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
 
@@ -67,6 +70,7 @@ def build_policy_trainer(
             reduction=spec.loss.reduction,
             loss_settings=spec.loss.settings,
             router_bias_rate=spec.router_bias_rate,
+            routing_replay=spec.routing_replay,
         ),
         loss=loss,
         publish_directory=spec.publish_directory,

@@ -26,9 +26,10 @@ from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
+from longarc.models.routed_rows import RoutingShape
 from longarc.models.threads import set_compute_threads
 from longarc.records.batch import Batch, StepReport
-from longarc.records.sampling import WeightSource
+from longarc.records.sampling import RoutingReplay, WeightSource
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.credit import Reduction, TrainItem, train_items
 from longarc.trainer.gradients import GradientSource, in_this_process
@@ -68,6 +69,8 @@ class PolicySettings:
     """Step of the loss-free expert balancing; 0 in RL."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward; memory, not results."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing is replayed."""
     num_token_reports: int = 4
     """Segments per step whose per-token results are reported."""
 
@@ -104,7 +107,8 @@ class PolicyTrainer:
             clock: monotonic [seconds]; only measures throughput.
 
         Raises:
-            ConfigError: the loss does not take these settings, or the temperature is 0.
+            ConfigError: the loss does not take these settings, the temperature is 0, or the model does not choose
+                what is to be replayed.
         """
         self.model = model
         self.policy_version = policy_version
@@ -129,7 +133,10 @@ class PolicyTrainer:
             loss_settings=settings.loss_settings,
             teachers=teachers,
             activations=settings.activations,
+            routing_replay=settings.routing_replay,
         )
+        # Refuses what the model cannot replay now and not after the first rollouts.
+        RoutingShape.of(model.config, settings.routing_replay, attention=settings.attention)
         self._add_gradients = gradients(model, self._objective)
         self._optimizer = MuonAdamW(
             model, model.config, settings.optimizer, num_threads=num_update_threads
@@ -200,7 +207,7 @@ class PolicyTrainer:
             _check_teachers(items, self._teachers)
         if batch.resets_optimizer:
             self._optimizer.reset()
-        documents = _documents(items)
+        documents = _documents(items, replays=settings.routing_replay != "none")
         self._optimizer.zero_grad()
         sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
@@ -250,7 +257,7 @@ class PolicyTrainer:
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
+def _documents(items: Sequence[TrainItem], *, replays: bool) -> list[PolicyDocument]:
     """Return what the objective sees of each item."""
     for item in items:
         if item.segment.train_mask[0]:
@@ -268,11 +275,21 @@ def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
             kept_ids=item.segment.kept_ids,
+            routing=_routing_of(item) if replays else None,
             advantage=item.advantage,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)
     ]
+
+
+def _routing_of(item: TrainItem) -> Sequence[bytes]:
+    if item.segment.routing is None:
+        raise ContractError(
+            f"trajectory {item.trajectory.id}: segment {item.segment.order} has no routing to replay: the engine that "
+            f"sampled it recorded none. Sample it again, or set rollout.routing_replay to what it was sampled with"
+        )
+    return item.segment.routing
 
 
 def _check_teachers(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> None:

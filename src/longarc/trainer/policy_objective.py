@@ -26,6 +26,9 @@ from longarc.errors import ConfigError, ContractError, boundary
 from longarc.models.activations import Activations
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.kept_projection import scored
+from longarc.models.routed_rows import RoutingShape
+from longarc.models.routing import Routing
+from longarc.records.sampling import RoutingReplay
 from longarc.trainer.freeze import is_indexer, is_mtp, train_only
 from longarc.trainer.gradients import sum_counts
 from longarc.trainer.packing import Document, MicroBatch, pack_shared
@@ -97,6 +100,8 @@ class PolicyObjective:
     """Frozen teacher of each family; None learns from advantages."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward; memory, not results."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing the policy computes with; teachers choose for themselves."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -161,6 +166,7 @@ class PolicyObjective:
             micro_batch.layout,
             attention=self.attention,
             activations=activations,
+            replayed=self._replayed(model, micro_batch, documents),
         )
         policy, entropy = self._logprobs(model, output, micro_batch, documents, with_entropy=True)
         assert entropy is not None
@@ -199,6 +205,28 @@ class PolicyObjective:
                 for name, values in columns.items()
             },
         )
+
+    def _replayed(
+        self, model: Decoder, micro_batch: MicroBatch, documents: Sequence[PolicyDocument]
+    ) -> Routing | None:
+        """Return what the engine routed the packed tokens to.
+
+        Raises:
+            ContractError: it did not say, or said it of another model.
+        """
+        shape = RoutingShape.of(model.config, self.routing_replay, attention=self.attention)
+        if shape is None:
+            return None
+        with boundary(
+            ContractError,
+            f"the routing of trajectories {_trajectory_ids(documents, micro_batch)} cannot be replayed",
+        ):
+            if micro_batch.routing is None:
+                raise ContractError(
+                    f"the engine recorded none, but routing_replay={self.routing_replay!r}; sample with an engine "
+                    f"that records it"
+                )
+            return shape.decode(micro_batch.routing, micro_batch.layout.position_ids().tolist())
 
     def _logprobs(
         self,

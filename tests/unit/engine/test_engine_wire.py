@@ -100,6 +100,16 @@ def test_what_json_cannot_carry_is_refused_where_it_is_sent():
         plain(object())
 
 
+def test_bytes_travel_as_base64_and_come_back():
+    blobs = (b"", bytes(range(256)), b"\xff\xfe")
+    piece = SampledTokens(token_ids=(1,), logprobs=(-0.5,), policy_version=0, routing=blobs)
+    sent = dumps(piece)
+    assert b'"routing":["","AAEC' in sent
+    assert loads(SampledTokens, sent) == piece
+    with pytest.raises(EngineRequestError, match=r"SampledTokens\.routing: 'no!' is not base64"):
+        loads(SampledTokens, sent.replace(b'"",', b'"no!",'))
+
+
 def test_a_description_keeps_the_settings_of_the_model():
     model: Mapping[str, object] = {"family": "llama", "rope": {"theta": 1e4}, "layers": [1, 2]}
     sent = EngineDescription(model=model, attention="dense", max_context_tokens=8, num_ranks=2)

@@ -22,7 +22,7 @@ from longarc.models.projection import token_logprobs
 from longarc.models.routed_rows import RoutingShape
 from longarc.records.sampling import Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
-from model_cases import apt_drafter, sharpened, small_glm, small_llama
+from model_cases import apt_drafter, other_chooser, sharpened, small_glm, small_llama
 
 BOTH = "experts_and_keys"
 CONFIG = small_glm(num_hidden_layers=4, index_topk_pattern="FSFS")
@@ -37,18 +37,6 @@ def _path(request, monkeypatch):
 
 def model_of(version=0, config=CONFIG):
     return sharpened(build_model(config, seed=version))
-
-
-def other_chooser(model):
-    """Return the model with other choices: nothing else of it depends on what differs."""
-    other = type(model)(model.config)
-    other.load_state_dict(model.state_dict())
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, tensor in [*other.named_parameters(), *other.named_buffers()]:
-            if "indexer" in name or name.endswith("e_score_correction_bias"):
-                tensor += 0.5 * torch.randn(tensor.shape, generator=generator)
-    return other
 
 
 def open_engine(model, *, kind=EmbeddedEngine, records=BOTH, attention="sparse", **settings):
@@ -85,9 +73,7 @@ def trainer_logprobs(model, prompt, ids, blobs, *, attention="sparse", kept=BOTH
     tokens = torch.tensor([*prompt, *ids])[:-1]
     shape = RoutingShape.of(model.config, kept, attention=attention)
     routing = None if blobs is None else shape.decode(blobs, range(len(blobs)))
-    output = model(
-        tokens, Layout.documents([len(tokens)]), replayed=routing, attention=attention
-    )
+    output = model(tokens, Layout.documents([len(tokens)]), replayed=routing, attention=attention)
     logprobs, _ = token_logprobs(
         output.hidden[len(prompt) - 1 :],
         model.output_weight,
@@ -206,7 +192,7 @@ def test_each_token_has_the_choices_of_the_weights_that_drew_it(tmp_path, on_upd
     assert len(blobs) == len(PROMPT) + len(ids) - 1
     if on_update == "recompute":
         prompt = [*PROMPT, *joined(before)[0]]
-        ids, logprobs, blobs = joined(after)
+        ids, _, blobs = joined(after)
         # Of what the new weights computed again nothing was kept: those choices drew no token of before.
         fresh = trainer_choices(model_of(1), [*prompt, *ids])
         assert blobs == fresh[len(prompt) - 1 :]

@@ -21,8 +21,8 @@ from longarc.models.kernels.memory import Arena
 from longarc.models.kernels.native import check_ids, native_for, required
 from longarc.models.kernels.paged_tables import BlockedPagedCache, Table
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
-from longarc.models.routed_rows import RoutingShape
 from longarc.models.rope import latent_softmax_scale
+from longarc.models.routed_rows import RoutingShape
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
