@@ -217,16 +217,12 @@ class PolicyObjective:
         shape = RoutingShape.of(model.config, self.routing_replay, attention=self.attention)
         if shape is None:
             return None
-        with boundary(
-            ContractError,
-            f"the routing of trajectories {_trajectory_ids(documents, micro_batch)} cannot be replayed",
-        ):
-            if micro_batch.routing is None:
-                raise ContractError(
-                    f"the engine recorded none, but routing_replay={self.routing_replay!r}; sample with an engine "
-                    f"that records it"
-                )
-            return shape.decode(micro_batch.routing, micro_batch.layout.position_ids().tolist())
+        positions = micro_batch.layout.position_ids().tolist()
+        try:
+            return shape.decode(micro_batch.routing or [b""] * len(positions), positions)
+        except ContractError as error:
+            ids = _trajectory_ids(documents, micro_batch)
+            raise ContractError(f"routing of one of the trajectories {ids}: {error}") from error
 
     def _logprobs(
         self,

@@ -42,6 +42,12 @@ def read(key: str = "name", value: object = "r") -> Recipe:
     return validated(Recipe, tree, source="recipe")
 
 
+def behind_pretraining(tree, **stages):
+    """Return the stages with more of them behind the first."""
+    first, *others = tree["stages"].items()
+    return dict([first, *stages.items(), *others])
+
+
 def test_servers_have_queues_of_their_own_but_evaluations_do_not_use_them():
     engine = RECIPE["engine"] | {"servers": ["http://a:8100"]}
     tree = RECIPE | {"engine": engine, "stages": copy.deepcopy(RECIPE["stages"])}
@@ -68,7 +74,13 @@ def test_engines_from_elsewhere_are_not_asked_for_routing(engine):
     [
         ({"model": {"family": "llama"}}, "replays experts and selected keys, but a llama model"),
         (
-            {"model": {"num_hidden_layers": 3, "first_k_dense_replace": 3}},
+            {
+                "model": {
+                    "family": "glm_moe_dsa",
+                    "num_hidden_layers": 3,
+                    "first_k_dense_replace": 3,
+                }
+            },
             "but no layer has experts",
         ),
         (
@@ -81,7 +93,7 @@ def test_only_what_a_model_chooses_can_be_replayed(changes, message):
     tree = copy.deepcopy(RECIPE)
     stage = changes.pop("stages.mid", None)
     if stage is not None:
-        tree["stages"] = {"mid": stage, **tree["stages"]}
+        tree["stages"] = behind_pretraining(tree, mid=stage)
     tree |= changes
     tree["stages"]["rl"]["rollout"] = {"routing_replay": "experts"}
     with pytest.raises(ConfigError, match=message):
@@ -94,10 +106,9 @@ def test_selected_keys_are_replayed_by_what_attends_sparsely_alone():
         read("stages.rl.rollout.routing_replay", "experts_and_keys")
     assert read("stages.rl.rollout.routing_replay", "experts").stages["rl"]
     tree = copy.deepcopy(RECIPE)
-    tree["stages"] = {
-        "dsa": {"kind": "dsa", "warmup_steps": 1, "num_steps": 1, "optimizer": {"warmup_steps": 0}},
-        **tree["stages"],
-    }
+    optimizer = {"warmup_steps": 0}
+    dsa = {"kind": "dsa", "warmup_steps": 1, "num_steps": 1, "optimizer": optimizer}
+    tree["stages"] = behind_pretraining(tree, dsa=dsa)
     tree["stages"]["rl"]["rollout"] = {"routing_replay": "experts_and_keys"}
     assert validated(Recipe, tree, source="recipe").stages["rl"].rollout.routing_replay
 

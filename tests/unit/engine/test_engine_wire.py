@@ -45,6 +45,7 @@ def other_value(kind, default):
     if options:
         return other_value(options[0], default)
     values = {bool: [True, False], int: [7, 8], float: [0.1 + 0.2, 0.5], str: ["x", "y"]}
+    values |= {bytes: [b"\xff", b""]}
     return next(value for value in values[kind] if value != default)
 
 

@@ -180,7 +180,7 @@ def test_tokens_without_routing_are_refused_by_name(model, tmp_path):
     with pytest.raises(ContractError, match=r"rl/0: segment 0 has no routing to replay"):
         trained(other_chooser(model), segments, tmp_path)
     cut = replace(segments[0], routing=(b"",) * len(segments[0].token_ids))
-    with pytest.raises(ContractError, match=r"trajectories \['rl/0'.*\] cannot be replayed"):
+    with pytest.raises(ContractError, match=r"trajectories \['rl/0'.*\]: .* has 0 bytes"):
         trained(other_chooser(model), [cut], tmp_path)
 
 
