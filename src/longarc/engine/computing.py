@@ -259,11 +259,11 @@ class StepComputer:
             advance.kept_ids[:count],
             advance.raw_logprobs[:count],
         )
-        if (positions := request.unrouted()) and request.seat is not None:
+        if request.sampling.returns_routing_from is not None:
             # Now, while the rows are those of the passes that drew these tokens: other weights may compute them again.
-            request.note_routing(
-                weights.cache.routing_of(request.seat.index, positions.start, positions.stop)
-            )
+            new = request.unrouted(request.sampling.returns_routing_from)
+            slot = request.used_seat().index
+            request.note_routing(weights.cache.routing_of(slot, new.start, new.stop), new.stop)
         if ending is not None:
             self._finish(request, ending)
         elif len(request.unsent_ids) >= request.sampling.stream_interval_tokens > 0:

@@ -72,15 +72,13 @@ class Request:
             self.unsent_raw.extend(raw_logprobs)
         self.sampled_ids.extend(token_ids)
 
-    def unrouted(self) -> range:
-        """Return the positions whose routing is to be noted: up to the one that drew the newest token."""
-        first = self.sampling.returns_routing_from
-        stop = len(self.prompt) + self.num_sampled - 1
-        return range(0) if first is None else range(max(first, self.num_routed), stop)
+    def unrouted(self, first: int) -> range:
+        """Return the positions from ``first`` on whose routing is to be noted, up to the one that drew the newest token."""
+        return range(max(first, self.num_routed), len(self.prompt) + self.num_sampled - 1)
 
-    def note_routing(self, blobs: Sequence[bytes]) -> None:
-        """Keep what the ``unrouted`` positions were routed to until it is handed over."""
-        self.num_routed = self.unrouted().stop
+    def note_routing(self, blobs: Sequence[bytes], stop: int) -> None:
+        """Keep what the ``unrouted`` positions up to ``stop`` were routed to until it is handed over."""
+        self.num_routed = stop
         self.unsent_routing.extend(blobs)
 
     def piece(self, version: int, finish_reason: FinishReason | None) -> SampledTokens:

@@ -106,7 +106,11 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all rows [bytes]."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        return sum(rows.nbytes for rows in self._rows.values()) + self._routing_bytes
+
+    @property
+    def _routing_bytes(self) -> int:
+        return 0 if self._routed is None else self._routed.num_bytes
 
     @property
     def routed(self) -> RoutedRows | None:

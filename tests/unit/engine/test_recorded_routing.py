@@ -12,7 +12,10 @@ import torch
 
 from engine_cases import LockStepEngine
 from longarc.config.engine import EngineConfig
+from longarc.config.routing import RoutingConfig
 from longarc.engine.embedded import EmbeddedEngine
+from longarc.engine.kept import KeptCompletion
+from longarc.engine.router import Router
 from longarc.errors import ConfigError, EngineRequestError
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_weights
@@ -224,6 +227,26 @@ def test_drafts_that_were_refused_leave_no_choice(changes):
         ids, _, blobs = joined(pieces)
         # The same tokens without drafts: the same choices.
         assert blobs == trainer_choices(model, [*PROMPT, *ids])
+
+    asyncio.run(go())
+
+
+def test_what_goes_on_at_another_engine_has_every_choice_once():
+    async def go():
+        model = model_of()
+        async with open_engine(model) as alone:
+            expected = joined(await complete(alone, PROMPT, asking(60)))
+        async with open_engine(model) as stays:
+            leaves = open_engine(model)
+            async with leaves, Router({"a": leaves}, RoutingConfig(keep_every_tokens=4)) as first:
+                stream = first.stream(PROMPT, asking(60), session_id="s")
+                begun = [await anext(stream) for _ in range(3)]
+                await stream.aclose()
+            kept = KeptCompletion(PROMPT, asking(60), keep_every_tokens=4)
+            for piece in begun:
+                kept.add(piece)
+            rest = await complete(stays, *kept.request())
+        assert joined([*begun, *rest]) == expected
 
     asyncio.run(go())
 

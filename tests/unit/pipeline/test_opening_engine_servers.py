@@ -39,6 +39,7 @@ SERVER = EngineServerSettings(
     api_key="k",
     num_ranks=1,
     max_context_tokens=64,
+    records_routing="experts",
     drain_s=0.0,
 )
 
@@ -88,11 +89,13 @@ def described(loaded):
 
 
 @asynccontextmanager
-async def opened(loaded, described, ranks):
+async def opened(loaded, described, ranks, *, routing_replay="none"):
     door = EngineDoor(ranks, described, DoorSettings(api_key="k"))
     async with serving(door.app(), bound_socket()) as address:
         engine = EngineConfig(servers=(address,))
-        async with engine_servers(engine, loaded, max_context_tokens=512, seed=0) as router:
+        async with engine_servers(
+            engine, loaded, max_context_tokens=512, routing_replay=routing_replay, seed=0
+        ) as router:
             yield router
 
 
@@ -134,6 +137,19 @@ async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anyt
     assert [rank.updates for rank in ranks] == [[], []]
 
 
+async def test_a_server_has_to_record_what_the_stage_replays(loaded, described, monkeypatch):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    records = replace(described, records_routing="experts")
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    message = r"records_routing='none', .* start it with --records-routing experts"
+    with pytest.raises(ConfigError, match=message):
+        async with opened(loaded, described, ranks, routing_replay="experts"):
+            pass
+    for replay in ("none", "experts"):
+        async with opened(loaded, records, ranks, routing_replay=replay):
+            pass
+
+
 async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
     with bound_socket() as free:
@@ -143,7 +159,9 @@ async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
         EngineLostError,
         match=r"cannot be reached.*start this one .*or take it out of engine\.servers",
     ):
-        async with engine_servers(routed, loaded, max_context_tokens=512, seed=0):
+        async with engine_servers(
+            routed, loaded, max_context_tokens=512, routing_replay="none", seed=0
+        ):
             pass
 
 

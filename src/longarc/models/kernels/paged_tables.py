@@ -59,7 +59,7 @@ class BlockedPagedCache(PagedCache):
     @property
     def num_bytes(self) -> int:
         """Memory of all rows [bytes]."""
-        return sum(rows.nbytes for rows in self._storage.values())
+        return sum(rows.nbytes for rows in self._storage.values()) + self._routing_bytes
 
     def copy_rows(self, source_page: int, target_page: int, count: int) -> None:
         """Copy the first ``count`` positions of one page to another, in all layers.
