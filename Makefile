@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-replay bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ bench-async: $(STAMP_DEV) ## asynchronous against synchronous RL, from the run i
 
 bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/drafts.py --run $(RUN_DIR) $(BENCH)
+
+bench-replay: $(STAMP_DEV) ## what recorded and replayed routing costs, in time and bytes
+	@$(BIN)/python benchmarks/routing_replay.py $(BENCH)
 
 bench-router: $(STAMP_DEV) ## where sessions go at 64 engines, beside round robin and least-loaded
 	@$(BIN)/python benchmarks/router.py $(BENCH)

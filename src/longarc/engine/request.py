@@ -12,6 +12,7 @@ from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
 from longarc.engine.weights import EngineWeights
 from longarc.errors import ContractError, EngineError, EngineRequestError
+from longarc.models.routed_rows import RoutedTokens, blobs_of
 from longarc.records.sampling import MIN_TEMPERATURE, FinishReason, SampledTokens, Sampling
 
 
@@ -39,7 +40,7 @@ class Request:
     unsent_logprobs: list[float] = field(default_factory=list)
     unsent_kept: list[tuple[int, ...]] = field(default_factory=list)
     unsent_raw: list[float] = field(default_factory=list)
-    unsent_routing: list[bytes] = field(default_factory=list)
+    unsent_routing: list[RoutedTokens] = field(default_factory=list)
     num_routed: int = 0
     """Positions whose routing was noted, those before the first that was asked for included."""
     unsent_version: int = 0
@@ -76,10 +77,10 @@ class Request:
         """Return the positions from ``first`` on whose routing is to be noted, up to the one that drew the newest token."""
         return range(max(first, self.num_routed), len(self.prompt) + self.num_sampled - 1)
 
-    def note_routing(self, blobs: Sequence[bytes], stop: int) -> None:
+    def note_routing(self, routed: RoutedTokens, stop: int) -> None:
         """Keep what the ``unrouted`` positions up to ``stop`` were routed to until it is handed over."""
         self.num_routed = stop
-        self.unsent_routing.extend(blobs)
+        self.unsent_routing.append(routed)
 
     def piece(self, version: int, finish_reason: FinishReason | None) -> SampledTokens:
         """Return what is to be handed over, and forget it."""
@@ -91,7 +92,7 @@ class Request:
             num_cached_tokens=0 if self.has_sent else self.num_cached,
             kept_ids=tuple(self.unsent_kept),
             raw_logprobs=tuple(self.unsent_raw),
-            routing=tuple(self.unsent_routing),
+            routing=tuple(blobs_of(self.unsent_routing)),
         )
         self.has_sent = True
         for unsent in (self.unsent_ids, self.unsent_logprobs, self.unsent_kept, self.unsent_raw):

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.errors import ContractError
-from longarc.models.routed_rows import RoutedRows, RoutingShape
+from longarc.models.routed_rows import RoutedRows, RoutedTokens, RoutingShape
 
 PAGE_TOKENS = 64
 """Positions of a page where nobody asks for another number."""
@@ -124,8 +125,8 @@ class PagedCache:
         """
         self._routed = RoutedRows(shape, self.num_rows)
 
-    def routing_of(self, slot: int, start: int, stop: int) -> list[bytes]:
-        """Return what positions ``start`` to ``stop`` of a slot were routed to, in the bytes of ``RoutingShape``.
+    def routing_of(self, slot: int, start: int, stop: int) -> RoutedTokens:
+        """Return what positions ``start`` to ``stop`` of a slot were routed to.
 
         Raises:
             ContractError: it is not kept.
@@ -134,10 +135,10 @@ class PagedCache:
             raise ContractError(
                 "the cache does not keep what tokens are routed to; call keep_routing before its first token"
             )
-        rows = self.rows_of(slot, stop)
-        if isinstance(rows, slice):
-            return self._routed.blobs(slice(rows.start + start, rows.stop), start)
-        return self._routed.blobs(rows[start:].numpy(), start)
+        size = self.shape.page_tokens
+        positions = np.arange(start, stop)
+        rows = self._pages[slot][positions // size] * size + positions % size
+        return self._routed.take(rows, start)
 
     @property
     def can_branch(self) -> bool:

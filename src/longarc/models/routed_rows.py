@@ -271,6 +271,34 @@ class RoutedRows:
         for table in (self.experts, self.keys):
             table[:, target : target + count] = table[:, source : source + count]
 
-    def blobs(self, rows: Numbers | slice, first_position: int) -> list[bytes]:
-        """Return the bytes of consecutive tokens that lie in these rows."""
-        return self.shape.encode(self.experts[:, rows], self.keys[:, rows], first_position)
+    def take(self, rows: Numbers, first_position: int) -> "RoutedTokens":
+        """Return a copy of the choices of consecutive tokens, which lie in these rows."""
+        return RoutedTokens(
+            self.shape,
+            self.experts.take(rows, axis=1),
+            self.keys.take(rows, axis=1),
+            first_position,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The choices of consecutive tokens of one sequence."""
+
+    shape: RoutingShape
+    experts: Numbers
+    """[L, N, k]."""
+    keys: Numbers
+    """[I, N, S]."""
+    first_position: int
+
+
+def blobs_of(pieces: Sequence[RoutedTokens]) -> list[bytes]:
+    """Return the bytes of tokens, of which each piece goes on where the one before it ends."""
+    if not pieces:
+        return []
+    return pieces[0].shape.encode(
+        np.concatenate([piece.experts for piece in pieces], axis=1),
+        np.concatenate([piece.keys for piece in pieces], axis=1),
+        pieces[0].first_position,
+    )
