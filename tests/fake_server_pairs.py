@@ -69,12 +69,14 @@ class FakeSglangPart(FakeSglang):
         return answer
 
 
-def sglang_parts(**of_decode: Any) -> tuple[FakeSglangPart, FakeSglangPart]:
+def sglang_parts(
+    *, host: str = "prefill", **of_decode: Any
+) -> tuple[FakeSglangPart, FakeSglangPart]:
     """Return a prefill server and a decode server that know each other."""
     rooms = Rooms()
     return (
-        FakeSglangPart(mode="prefill", rooms=rooms),
-        FakeSglangPart(mode="decode", rooms=rooms, **of_decode),
+        FakeSglangPart(mode="prefill", rooms=rooms, host=host),
+        FakeSglangPart(mode="decode", rooms=rooms, host=host, **of_decode),
     )
 
 

@@ -69,7 +69,7 @@ async def test_a_server_that_runs_already_is_checked_labelled_and_used(
     ("parts", "kind", "config", "open_server"),
     [
         (vllm_parts(), "vllm", VllmConfig, open_vllm),
-        (sglang_parts(), "sglang", SglangConfig, open_sglang),
+        (sglang_parts(host="127.0.0.1"), "sglang", SglangConfig, open_sglang),
     ],
 )
 async def test_two_servers_that_run_already_are_checked_labelled_and_used_together(
@@ -77,7 +77,6 @@ async def test_two_servers_that_run_already_are_checked_labelled_and_used_togeth
 ):
     prefill, decode = parts
     async with served(prefill) as prefill_url, served(decode) as url:
-        prefill.host = decode.host = "127.0.0.1"
         opened = open_server(
             config(kind=kind, url=url, prefill_url=prefill_url, on_update="finish"),
             LIMITS,

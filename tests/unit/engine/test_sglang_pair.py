@@ -245,7 +245,6 @@ async def test_half_of_a_pair_is_not_taken_for_a_server(server_of):
 
 
 async def test_an_ipv6_address_is_told_in_brackets(server_of):
-    prefill, decode = sglang_parts()
-    prefill.host = decode.host = "[::1]"
+    prefill, decode = sglang_parts(host="[::1]")
     pair = await SglangPair.found(server_of(prefill), server_of(decode), config("http://[::1]:3"))
     assert await pair.score([5, 6]) == [0.0, -0.06]
