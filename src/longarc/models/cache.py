@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.errors import ContractError
+from longarc.models.room import room_for_rows
 from longarc.models.routed_rows import RoutedRows, RoutedTokens, RoutingShape
 
 PAGE_TOKENS = 64
@@ -122,8 +123,12 @@ class PagedCache:
         """From now on keep what each new token is routed to, beside its rows.
 
         Called once, while there is nothing in the cache.
+
+        Raises:
+            ResourceError: there is no memory for it.
         """
-        self._routed = RoutedRows(shape, self.num_rows)
+        with room_for_rows(self.num_rows):
+            self._routed = RoutedRows(shape, self.num_rows)
 
     def routing_of(self, slot: int, start: int, stop: int) -> RoutedTokens:
         """Return what positions ``start`` to ``stop`` of a slot were routed to.
