@@ -25,6 +25,7 @@ from longarc.records.metric import combine
 from longarc.records.sampling import Sampling
 from longarc.runs.codec import trajectory_body, trajectory_from_body
 from longarc.tokens.glm import GlmFormat
+from longarc.trainer.data_parallel import GradientPool
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 from model_cases import other_chooser, sharpened, small_glm
 from token_samples import small_tokenizer, user
@@ -70,7 +71,7 @@ async def talk(session):
     await session.chat([*behind, user("No, something else entirely.")])
 
 
-def trained(model, segments, tmp_path, *, kept=BOTH, micro_batch_tokens=4096, repeats=2):
+def trained(model, segments, tmp_path, *, kept=BOTH, micro_batch_tokens=4096, repeats=2, **options):
     """Train a group on segments; return the largest difference to what the engine said."""
     members = [make_trajectory(segments, name=f"rl/{i}", reward=float(i)) for i in range(repeats)]
     members = [trajectory_from_body(trajectory_body(member)) for member in members]
@@ -84,6 +85,7 @@ def trained(model, segments, tmp_path, *, kept=BOTH, micro_batch_tokens=4096, re
         ),
         loss=losses.icepop,
         publish_directory=str(tmp_path),
+        **options,
     )
     report = trainer.take_step(make_batch([make_group(members)]))
     return combine(report.metrics)["mismatch/max_abs_log_ratio"]
@@ -110,6 +112,24 @@ def test_a_sessions_tokens_are_trained_with_the_engines_bits(model, tmp_path, mi
     trainer = other_chooser(model)
     assert trained(other_chooser(model), segments, tmp_path, kept="none", **sizes) > 1e-2
     assert trained(trainer, segments, tmp_path, **sizes) <= TOLERANCE
+
+
+def test_processes_that_share_the_gradients_replay_their_documents(model, tmp_path):
+    async def go():
+        async with open_engine(model) as engine:
+            sessions = [session_of(engine, str(seed), seed=seed) for seed in range(2)]
+            for session in sessions:
+                await talk(session)
+        return [segment for session in sessions for segment in session.segments()]
+
+    segments = asyncio.run(go())
+    pool = GradientPool(2)
+    pool.start()
+    try:
+        found = trained(other_chooser(model), segments, tmp_path, gradients=pool.open)
+    finally:
+        pool.close()
+    assert found <= TOLERANCE
 
 
 def test_a_turn_asks_for_what_the_turns_before_it_have_not(model):
