@@ -26,11 +26,12 @@ from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
 from longarc.models.backbones.classes import check_all_is_read, transformers_config
-from longarc.models.build import check_memory
+from longarc.models.build import build_without_memory
 from longarc.models.hf_config import computing_in
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
+from longarc.pipeline.memory_needs import check_stages_fit
 from longarc.pipeline.workspace import check_fits, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -134,7 +135,7 @@ def _check_start(recipe: Recipe) -> None:
         check_fits(tokenizer, recipe.model)
     if recipe.initial is None and isinstance(recipe.model, TransformersConfig):
         check_all_is_read(recipe.model)  # and refuses what transformers does not build
-    check_memory(recipe.model if model is None else model)
+    check_stages_fit(recipe, build_without_memory(recipe.model if model is None else model))
 
 
 def _tokenizer(path: Path) -> Tokenizer:
