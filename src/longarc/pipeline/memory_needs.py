@@ -118,6 +118,9 @@ def _of_training(
     tokens, is_certain = stage.micro_batch_tokens, False
     if isinstance(stage, TextStageConfig):  # whose batches are full
         tokens, is_certain = min(tokens, stage.tokens_per_step // ranks), True
+    elif isinstance(stage, RlConfig | DistillConfig):
+        rollouts = stage.loop.groups_per_step * stage.loop.group_size
+        tokens = min(tokens, rollouts * stage.rollout.max_context_tokens // ranks)
     yield Need(
         what=f"activations of {ranks * tokens} tokens",
         num_bytes=ranks * tokens * activation_bytes_per_token(model, stage.activations),
