@@ -32,6 +32,8 @@ from longarc.runs.disk import size_text
 _log = logging.getLogger(__name__)
 
 _FLOAT_BYTES = 4
+_ADDRESSABLE_BYTES = 1 << 46
+"""More memory than this no system hands out, though pages of a cache that nobody writes to take none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +144,12 @@ def _of_engine(
         num_bytes=copies * (weights + packed),
         fix="sample at servers on other machines (engine.servers)",
     )
+    rows = engine.cache_tokens * cache_bytes_per_token(model, engine)
     yield Need(
         what=f"the engine's cache of engine.cache_tokens={engine.cache_tokens}",
-        num_bytes=engine.cache_tokens * cache_bytes_per_token(model, engine),
+        num_bytes=rows,
         fix="lower engine.cache_tokens",
-        is_certain=False,
+        is_certain=rows > _ADDRESSABLE_BYTES,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
 from longarc.config.coherence import check_model_fits
+from longarc.config.drafts import check_can_draft
 from longarc.config.engine_clients import servers_of
 from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
@@ -161,6 +162,7 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
         transformers_config(model)  # refuses what transformers does not build
     try:
         check_model_fits(model, recipe.stages, is_given=True)
+        check_can_draft(recipe.engine, model, recipe.stages)
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
     return model

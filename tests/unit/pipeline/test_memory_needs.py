@@ -114,3 +114,12 @@ def test_a_run_is_refused_before_it_begins(recipe, monkeypatch):
     monkeypatch.setattr("longarc.pipeline.memory_needs.available_bytes", lambda: 2 * weights)
     with pytest.raises(ResourceError, match="stage 'pretrain' needs at least"):
         check_recipe(recipe, is_new=True)
+
+
+def test_a_cache_that_no_process_can_address_is_refused(recipe):
+    engine = recipe.engine.model_copy(update={"cache_tokens": 10**14})
+    recipe = recipe.model_copy(update={"engine": engine})
+    with pytest.raises(
+        ResourceError, match=r"'reasoning_rl' needs .* or lower engine\.cache_tokens"
+    ):
+        check_stages_fit(recipe, build_without_memory(recipe.model), available=10**11)
