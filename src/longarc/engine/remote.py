@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 
 import httpx
 
+from longarc.engine.request import whole_ids
 from longarc.engine.wire import (
     INSTANCE_HEADER,
     PROTOCOL_HEADER,
@@ -118,7 +119,7 @@ class RemoteEngine:
         """Sample one completion; see `longarc.records.ports.Engine`."""
         body = dumps(
             StreamRequest(
-                prompt_ids=tuple(map(int, prompt_ids)),
+                prompt_ids=tuple(whole_ids("prompt ids", prompt_ids)),
                 sampling=sampling,
                 session_id=session_id,
                 rank=self._rank,
@@ -142,7 +143,9 @@ class RemoteEngine:
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
         body = ScoreRequest(
-            token_ids=tuple(map(int, token_ids)), temperature=temperature, rank=self._rank
+            token_ids=tuple(whole_ids("token ids", token_ids)),
+            temperature=temperature,
+            rank=self._rank,
         )
         reply = await self._ask("POST", "/v1/score", ScoreReply, body)
         return list(reply.logprobs)

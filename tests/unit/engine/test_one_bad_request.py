@@ -3,12 +3,14 @@
 import asyncio
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
+from longarc.engine.remote import RemoteEngine
 from longarc.engine.sampler import seed_of_request, uniforms
 from longarc.engine.wire import ScoreRequest, StreamRequest, from_plain
 from longarc.errors import (
@@ -147,6 +149,22 @@ async def test_a_path_to_what_never_ends_refuses_the_weights_and_the_next_ones_c
         await engine.update_weights(
             WeightSource(path=str(path), sha256=file_sha256(path)), policy_version=1
         )
+
+
+@pytest.mark.parametrize("bad", [1.0, 1.5, float("nan"), "1", None])
+async def test_an_id_that_is_no_whole_number_is_refused_and_never_rounded(bad):
+    async def ask(engine):
+        async for _ in engine.stream([1, bad], Sampling(max_new_tokens=1), session_id="s"):
+            pass
+
+    async with make_engine() as engine, RemoteEngine("http://nobody", api_key="k") as remote:
+        for there in (engine, remote):
+            for asking in (ask(there), there.score([1, bad])):
+                with pytest.raises(EngineRequestError, match="ids have to be whole numbers"):
+                    await asking
+        # Whatever is a whole number is one, of whichever library.
+        scores = await engine.score([np.int64(1), torch.tensor(2)])
+        assert scores == await engine.score([1, 2])
 
 
 async def test_a_score_that_is_no_number_is_a_fault_and_never_an_answer():
