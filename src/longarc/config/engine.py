@@ -12,6 +12,7 @@ from longarc.errors import ConfigError
 
 WeightQuantisation: TypeAlias = Literal["none", "fp8"]
 
+_MOST_PORT = 65_535
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
@@ -64,6 +65,9 @@ class EngineConfig(Settings):
                     f"{address!r} is not the address of an engine server; write http://host:port, without "
                     f"a path"
                 )
+            port = address.rpartition(":")[2]
+            if port.isdecimal() and int(port) > _MOST_PORT:
+                raise ValueError(f"{address!r}: there is no port {port}, the last is {_MOST_PORT}")
             if servers.count(address) > 1:
                 raise ValueError(f"{address!r} stands there twice; name each server once")
         return servers
