@@ -34,7 +34,8 @@ from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, Weig
 T = TypeVar("T")
 
 _OK, _UNAUTHORISED = 200, 401
-_MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
+"""Longest piece of a stream that a server may send [bytes]."""
 
 
 class RemoteEngine:
@@ -224,6 +225,8 @@ def _change(before: EngineDescription, now: EngineDescription) -> str | None:
         keys = {*before.model, *now.model}
         key = min(key for key in keys if before.model.get(key) != now.model.get(key))
         return f"serves another model: {key} is {now.model.get(key)!r} now, it was {before.model.get(key)!r}"
+    if before.records_routing not in ("none", now.records_routing):
+        return f"has records_routing={now.records_routing!r} now, {before.records_routing!r} is asked of it"
     for name in ("max_context_tokens", "num_ranks"):
         was, found = getattr(before, name), getattr(now, name)
         if found < was:
@@ -249,12 +252,18 @@ def _network(name: str) -> Iterator[None]:
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
     """Yield the lines of a response, split at newlines alone, whatever else JSON strings hold."""
-    rest = b""
+    begun: list[
+        bytes
+    ] = []  # joined once: a line with the routing of a long prompt comes in thousands of chunks
+    num_bytes = 0
     async for chunk in response.aiter_bytes():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
-        if len(rest) > _MAX_LINE_BYTES:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun, num_bytes = [], 0
+        begun.append(rest)
+        num_bytes += len(rest)
+        if num_bytes > MAX_LINE_BYTES:
             raise EngineLostError(
-                f"{response.url} sends a line of more than {_MAX_LINE_BYTES} bytes"
+                f"{response.url} sends a line of more than {MAX_LINE_BYTES} bytes"
             )

@@ -4,18 +4,21 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import ModelConfig
 from longarc.engine.embedded import EmbeddedEngine
-from longarc.engine.remote import RemoteEngine
+from longarc.engine.remote import MAX_LINE_BYTES, RemoteEngine
 from longarc.engine.router import Router
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError, EngineLostError
+from longarc.models.routed_rows import RoutingShape
 from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
 from longarc.records.sampling import RoutingReplay, WeightSource
+from longarc.runs.disk import size_text
 
 ENGINE_KEY = "LONGARC_ENGINE_KEY"
 """Environment variable with the key of the engine servers; they and who uses them need the same."""
@@ -142,6 +145,7 @@ async def engine_servers(
         raise ConfigError(
             f"engine.servers needs the key that the servers were started with; give it in {ENGINE_KEY}"
         )
+    _check_routing_fits(loaded, routing_replay, max_context_tokens)
     async with AsyncExitStack() as opened:
         engines: dict[str, Engine] = {}
         for address in config.servers:
@@ -160,6 +164,8 @@ async def engine_servers(
                     f"{address} records_routing={described.records_routing!r}, the stage replays {routing_replay!r} "
                     f"(rollout.routing_replay); start it with --records-routing {routing_replay}"
                 )
+            # Started anew it may record more or less than now, but not less than is asked for.
+            described = replace(described, records_routing=routing_replay)
             ranks = [first]
             for rank in range(1, described.num_ranks):
                 another = RemoteEngine(address, api_key=key, rank=rank)
@@ -175,6 +181,24 @@ async def engine_servers(
             policy_version=loaded.manifest.policy_version,
         )
         yield router
+
+
+def _check_routing_fits(
+    loaded: Loaded, routing_replay: RoutingReplay, max_context_tokens: int
+) -> None:
+    """Refuse routing of which a server could not say that of a whole context in one piece."""
+    shape = RoutingShape.of(loaded.model.config, routing_replay, attention=loaded.attention)
+    if shape is None:
+        return
+    # Base64 in quotes, and a comma.
+    longest = sum(-(-shape.blob_bytes(i) // 3) * 4 + 3 for i in range(max_context_tokens))
+    if longest > MAX_LINE_BYTES:
+        less = " replay 'experts'," if shape.num_indexers and shape.num_expert_layers else ""
+        raise ConfigError(
+            f"rollout.routing_replay={routing_replay!r}: the routing of rollout.max_context_tokens={max_context_tokens} "
+            f"can take {size_text(longest)}, but an engine server sends {size_text(MAX_LINE_BYTES)} at once at most;"
+            f"{less} shorten the context, or sample in the run's own process (no engine.servers)"
+        )
 
 
 def _check(

@@ -9,7 +9,8 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -161,13 +162,14 @@ class PolicyObjective:
         micro_batch: MicroBatch,
         activations: Activations,
     ) -> PolicySums:
-        output: ForwardOutput = model(
-            micro_batch.token_ids,
-            micro_batch.layout,
-            attention=self.attention,
-            activations=activations,
-            replayed=self._replayed(model, micro_batch, documents),
-        )
+        with _naming_trajectories(documents, micro_batch):
+            output: ForwardOutput = model(
+                micro_batch.token_ids,
+                micro_batch.layout,
+                attention=self.attention,
+                activations=activations,
+                replayed=self._replayed(model, micro_batch),
+            )
         policy, entropy = self._logprobs(model, output, micro_batch, documents, with_entropy=True)
         assert entropy is not None
         inputs = _loss_inputs(policy, documents, micro_batch)
@@ -206,9 +208,7 @@ class PolicyObjective:
             },
         )
 
-    def _replayed(
-        self, model: Decoder, micro_batch: MicroBatch, documents: Sequence[PolicyDocument]
-    ) -> Routing | None:
+    def _replayed(self, model: Decoder, micro_batch: MicroBatch) -> Routing | None:
         """Return what the engine routed the packed tokens to.
 
         Raises:
@@ -218,11 +218,7 @@ class PolicyObjective:
         if shape is None:
             return None
         positions = micro_batch.layout.position_ids().tolist()
-        try:
-            return shape.decode(micro_batch.routing or [b""] * len(positions), positions)
-        except ContractError as error:
-            ids = _trajectory_ids(documents, micro_batch)
-            raise ContractError(f"routing of one of the trajectories {ids}: {error}") from error
+        return shape.decode(micro_batch.routing or [b""] * len(positions), positions)
 
     def _logprobs(
         self,
@@ -297,6 +293,18 @@ def _refuse_non_finite(
                 f"segment {document.segment_order} is {values[row].item()}; the weights are unchanged. "
                 f"Look for damaged weights, or an engine that sampled from another distribution"
             )
+
+
+@contextmanager
+def _naming_trajectories(
+    documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+) -> Iterator[None]:
+    """Say in an error of a pass whose tokens were in it."""
+    try:
+        yield
+    except ContractError as error:
+        ids = _trajectory_ids(documents, micro_batch)
+        raise ContractError(f"in a pass over the trajectories {ids}: {error}") from error
 
 
 def _trajectory_ids(documents: Sequence[PolicyDocument], micro_batch: MicroBatch) -> list[str]:

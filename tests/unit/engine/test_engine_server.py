@@ -27,7 +27,11 @@ from longarc.records.sampling import SampledTokens, Sampling, WeightSource
 
 KEY = "key"
 DESCRIPTION = EngineDescription(
-    model={"family": "fake"}, attention="dense", max_context_tokens=64, num_ranks=1
+    model={"family": "fake"},
+    attention="dense",
+    max_context_tokens=64,
+    num_ranks=1,
+    records_routing="experts",
 )
 
 
@@ -335,6 +339,7 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_old_one():
         ({"weight_quantisation": "fp8"}, "weight_quantisation='fp8' now, it had 'none'"),
         ({"model": {"family": "other"}}, "another model: family is 'other' now, it was 'fake'"),
         ({"max_context_tokens": 63}, "max_context_tokens=63 now, it had 64"),
+        ({"records_routing": "none"}, "records_routing='none' now, 'experts' is asked of it"),
     ],
 )
 async def test_a_server_that_serves_something_else_after_a_restart_is_lost_until_it_does_not(
@@ -355,6 +360,19 @@ async def test_a_server_that_serves_something_else_after_a_restart_is_lost_until
         async with served(there, port=port):
             await engine.health()
             await complete(engine)
+
+
+async def test_a_server_that_can_do_more_after_a_restart_is_used_again():
+    there = FakeWorkerEngine(token_s=0)
+    before = replace(DESCRIPTION, records_routing="none")
+    more = replace(DESCRIPTION, max_context_tokens=65)
+    async with (
+        served(there, description=more) as (_, address),
+        RemoteEngine(address, api_key=KEY) as engine,
+    ):
+        engine.expect(before)
+        await engine.health()
+        await complete(engine)
 
 
 async def test_a_client_that_does_not_read_keeps_no_server_from_stopping(monkeypatch):
@@ -422,6 +440,33 @@ async def test_lines_are_split_at_newlines_alone():
     async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
         with pytest.raises(EngineFaultError, match="a\u2028b\x85c"):
             await complete(engine)
+
+
+class Chunks(httpx.AsyncByteStream):
+    def __init__(self, data, size):
+        self._data, self._size = data, size
+
+    async def __aiter__(self):
+        for start in range(0, len(self._data), self._size):
+            yield self._data[start : start + self._size]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_lines_are_whole_however_they_arrive_and_have_a_limit(monkeypatch, size):
+    blobs = (b"\xff" * 90, b"")
+    pieces = [
+        SampledTokens(token_ids=(i,), logprobs=(-0.5,), policy_version=0, routing=blobs)
+        for i in range(5)
+    ]
+    pieces[-1] = replace(pieces[-1], finish_reason="length")
+    data = b"".join(dumps(piece) + b"\n" for piece in pieces)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Chunks(data, size)))
+    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+        assert await complete(engine) == pieces
+        monkeypatch.setattr("longarc.engine.remote.MAX_LINE_BYTES", 100)
+        if size < 100:
+            with pytest.raises(EngineLostError, match="a line of more than 100 bytes"):
+                await complete(engine)
 
 
 async def test_a_wire_error_is_one_of_ours():

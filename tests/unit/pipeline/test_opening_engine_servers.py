@@ -152,6 +152,25 @@ async def test_a_server_has_to_record_what_the_stage_replays(loaded, described, 
             pass
 
 
+async def test_routing_that_no_server_could_say_in_one_piece_is_refused(
+    loaded, described, monkeypatch
+):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    # Two experts in each of two layers are four bytes, eight in base64, in quotes with a comma.
+    monkeypatch.setattr("longarc.pipeline.engines.MAX_LINE_BYTES", 512 * (8 + 3) - 1)
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    records = replace(described, records_routing="experts")
+    with pytest.raises(ConfigError, match=r"'experts': .*max_context_tokens=512 .*shorten"):
+        async with opened(loaded, records, ranks, routing_replay="experts"):
+            pass
+    with pytest.raises(ConfigError, match="at once at most; replay 'experts', shorten"):
+        async with opened(loaded, records, ranks, routing_replay="experts_and_keys"):
+            pass
+    monkeypatch.setattr("longarc.pipeline.engines.MAX_LINE_BYTES", 512 * (8 + 3))
+    async with opened(loaded, records, ranks, routing_replay="experts"):
+        pass
+
+
 async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
     with bound_socket() as free:
@@ -213,7 +232,7 @@ async def test_a_hugging_face_directory_is_served_with_all_the_context_that_is_a
     longest = EngineConfig().cache_tokens + 1000
     save_pretrained_dir(build_model(small_llama(max_position_embeddings=longest), seed=0), tmp_path)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    settings = replace(SERVER, max_context_tokens=longest)
+    settings = replace(SERVER, max_context_tokens=longest, records_routing="none")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
             serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)

@@ -204,6 +204,25 @@ def test_tokens_without_routing_are_refused_by_name(model, tmp_path):
         trained(other_chooser(model), [cut], tmp_path)
 
 
+def test_routing_that_no_pass_can_have_chosen_is_refused_by_name(model, tmp_path):
+    """As many bytes as there should be, but of something else."""
+
+    async def go():
+        async with open_engine(model, records="experts") as engine:
+            session = session_of(engine)
+            await talk(session)
+        return session.segments()
+
+    segment, *_ = asyncio.run(go())
+    for blob, message in (
+        (b"\xff" * 6, r"experts span 0\.\.255"),
+        (b"\x01" * 6, "an expert twice"),
+    ):
+        damaged = replace(segment, routing=(*segment.routing[:5], blob, *segment.routing[6:]))
+        with pytest.raises(ContractError, match=rf"trajectories \['rl/0', 'rl/1'\]: .*{message}"):
+            trained(other_chooser(model), [damaged], tmp_path, kept="experts")
+
+
 def test_a_model_that_chooses_nothing_is_refused_before_the_first_step(tmp_path):
     model = build_model(small_glm(first_k_dense_replace=3), seed=0)
     settings = PolicySettings(
