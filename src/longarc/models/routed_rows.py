@@ -56,22 +56,23 @@ class RoutingShape:
         """
         if kept == "none":
             return None
+        asked = f"{kept!r} of rollout.routing_replay or --records-routing"
         if not routes(config):
             raise ConfigError(
-                f"routing_replay={kept!r}: the routing of a {config.family} model cannot be recorded or replayed, only "
-                f'that of glm_moe_dsa; set it to "none"'
+                f"{asked}: the routing of a {config.family} model cannot be recorded or replayed, only that of "
+                f"glm_moe_dsa; leave it out"
             )
         assert isinstance(config, GlmMoeDsaConfig)
         num_expert_layers = config.num_hidden_layers - config.first_k_dense_replace
         if num_expert_layers <= 0 and kept == "experts":
             raise ConfigError(
-                f"routing_replay={kept!r}: the model has no layer with experts (first_k_dense_replace="
-                f'{config.first_k_dense_replace} of num_hidden_layers={config.num_hidden_layers}); set it to "none"'
+                f"{asked}: the model has no layer with experts (first_k_dense_replace={config.first_k_dense_replace} of "
+                f"num_hidden_layers={config.num_hidden_layers}); leave it out"
             )
         if kept == "experts_and_keys" and attention == "dense":
             raise ConfigError(
-                f"routing_replay={kept!r}: the checkpoint attends to every key, so that none are selected; convert it "
-                f'with a dsa stage, or set it to "experts"'
+                f"{asked}: the model attends to every key, so that none are selected; take 'experts', or convert it with "
+                f"a dsa stage (longarc serve needs --attention sparse for a Hugging Face directory that was)"
             )
         return cls(
             num_expert_layers=max(0, num_expert_layers),
