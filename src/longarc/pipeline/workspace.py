@@ -25,8 +25,7 @@ from longarc.runs.checkpoint import Manifest, read_manifest, verify
 from longarc.runs.directory import RunDirectory
 from longarc.runs.ledger import Ledger
 from longarc.tokens.chat_format import ChatFormat
-from longarc.tokens.chatml import ChatMlFormat
-from longarc.tokens.glm import GlmFormat
+from longarc.tokens.formats import chat_format
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.data_parallel import GradientPool
 
@@ -248,14 +247,3 @@ def check_fits(tokenizer: Tokenizer, model: ModelConfig, *, is_given: bool = Fal
             f"the tokenizer has {tokenizer.vocab_size} ids but {key}={model.vocab_size}: ids above "
             f"would have no embedding. {'Use' if is_given else f'Raise {key} or use'} the model's own tokenizer."
         )
-
-
-def chat_format(name: str, tokenizer: Tokenizer) -> ChatFormat:
-    """Return the chat format a recipe names."""
-    match name:
-        case "glm-5":
-            return GlmFormat(tokenizer, version="glm-4.7")
-        case "glm-5.2":
-            return GlmFormat(tokenizer, version="glm-5.2")
-        case _:
-            return ChatMlFormat(tokenizer)
