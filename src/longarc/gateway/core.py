@@ -134,6 +134,14 @@ class Gateway:
             raise SessionClosed(f"session {session_id!r} is closed or was never opened")
         return session
 
+    def find(self, session_id: str) -> GatewaySession | None:
+        """Return an open session, or None."""
+        return self._sessions.get(session_id)
+
+    def drop(self, session: GatewaySession) -> None:
+        """Forget a session without closing it: it can be restored from its turn log."""
+        self._forget(session.settings.session_id)
+
     @property
     def num_open_sessions(self) -> int:
         """Sessions that were opened and not closed."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from longarc.errors import EngineError, ResourceError
 
@@ -42,13 +42,11 @@ def bound_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(
-    app: Starlette, listener: socket.socket, *, grace_s: int = 5
-) -> AsyncIterator[str]:
+async def serving(app: ASGIApp, listener: socket.socket, *, grace_s: int = 5) -> AsyncIterator[str]:
     """Serve on a bound socket while the context is open; yields the base URL, without ``/v1``.
 
     Args:
-        app: from ``http.build_app``.
+        app: from ``http.build_app``, or something around it.
         listener: from ``bound_socket``; closed at the end.
         grace_s: how long running requests may take to end at shutdown before they are cancelled
             [seconds].
