@@ -31,6 +31,20 @@ class ParsedTurn:
     """Departures from the format, for people to read; calls that cannot run also carry ``error``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedTags:
+    """How the beginning of a completion is read before its end is known.
+
+    Holds for formats whose completions are ``[<think>]reasoning</think>text<tool_call>...</tool_call>...``,
+    and whose ``parse`` reads no beginning otherwise than the whole.
+    """
+
+    by_id: bool
+    """Whether tags are control ids (those of ``glm_parse``), or text wherever it stands."""
+    strips_reasoning: bool
+    """Whether ``parse`` takes blanks from both ends of the reasoning, as it does from the content."""
+
+
 class ChatFormat(Protocol):
     """One family of models' way to write a conversation."""
 
@@ -47,6 +61,11 @@ class ChatFormat(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant's turn when sampled; they belong to the turn."""
+        ...
+
+    @property
+    def streamed_tags(self) -> StreamedTags | None:
+        """How completions are read while they are sampled; None where that is not possible."""
         ...
 
     def render(

@@ -17,7 +17,7 @@ from typing import Final
 
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.tokens.arguments import call_from_json, dump_json, strict_json, tool_function
-from longarc.tokens.chat_format import ParsedTurn, RenderedChat, TokenWriter
+from longarc.tokens.chat_format import ParsedTurn, RenderedChat, StreamedTags, TokenWriter
 from longarc.tokens.tokenizer import Tokenizer
 
 _TOOLS_BEFORE: Final = (
@@ -75,6 +75,11 @@ class ChatMlFormat:
         """``<|im_end|>``, and ``<|endoftext|>`` where there is one."""
         return self._stop_ids
 
+    @property
+    def streamed_tags(self) -> StreamedTags:
+        """Tags are text, in vocabularies that have them as control tokens too."""
+        return StreamedTags(by_id=False, strips_reasoning=True)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -129,7 +134,8 @@ class ChatMlFormat:
             before, closing, text = text.partition("</think>")
             if not closing:
                 problems.append("reasoning without </think>")
-            reasoning = before.partition("<think>")[2] if "<think>" in before else before
+            # Only at the beginning: a later one is text, or reasoning that was streamed would vanish.
+            reasoning = before.lstrip().removeprefix("<think>")
         calls = tuple(
             _read_call(match, f"{call_id_prefix}_{index}")
             for index, match in enumerate(_CALL.finditer(text))

@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias
 
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.tokens.arguments import dump_json, tool_function
-from longarc.tokens.chat_format import ParsedTurn, RenderedChat, TokenWriter
+from longarc.tokens.chat_format import ParsedTurn, RenderedChat, StreamedTags, TokenWriter
 from longarc.tokens.glm_parse import GlmParser
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -72,6 +72,11 @@ class GlmFormat:
     def stop_ids(self) -> tuple[int, ...]:
         """``<|endoftext|>``, ``<|user|>`` and ``<|observation|>``."""
         return self._stop_ids
+
+    @property
+    def streamed_tags(self) -> StreamedTags:
+        """Tags are control ids."""
+        return StreamedTags(by_id=True, strips_reasoning=not self._is_5_2)
 
     def render(
         self,

@@ -244,6 +244,11 @@ class Tokenizer:
         return dict(self._special)
 
     @property
+    def is_byte_level(self) -> bool:
+        """Whether each id has bytes of its own, so that text can be decoded id by id."""
+        return self._bytes is not None
+
+    @property
     def vocab_size(self) -> int:
         """Largest id plus one [tokens]."""
         return self._vocab_size
