@@ -79,7 +79,10 @@ def traffic(
     """
     texts = _texts(random.Random(seed))
     messages: list[dict[str, Any]] = [
-        {"role": "system", "content": f"You repair Python programs. Session {TAG}.\n{next(texts)[:1500]}"}
+        {
+            "role": "system",
+            "content": f"You repair Python programs. Session {TAG}.\n{next(texts)[:1500]}",
+        }
     ]
     for index in range(num_opening):
         role = "assistant" if index % 2 else "user"
