@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from longarc.errors import ConfigError, ContractError, RolloutError
-from longarc.gateway.answers import pieces_of, turn_of
+from longarc.gateway.answers import pieces_of, turn_of, turn_seed
 from longarc.gateway.asked import Asked, RecognitionRules, asked
 from longarc.gateway.branches import segments_of, turns_of
 from longarc.gateway.budget import BudgetMeter, SessionBudget, Stopwatch
@@ -32,7 +32,7 @@ from longarc.gateway.places import places
 from longarc.gateway.repeats import Repeats, request_digest
 from longarc.gateway.stops import cut_at_stop, first_stop
 from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
-from longarc.gateway.turn_log import TurnLog, decode_turn
+from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
 from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
@@ -199,7 +199,7 @@ class GatewaySession:
 
     def payloads(self) -> tuple[bytes, ...]:
         """The turn log of the session, as it was or would have been written."""
-        return tuple(encodeturn_of(node) for node in self._tree.nodes)
+        return tuple(encode_turn(node) for node in self._tree.nodes)
 
     def restore(self, payloads: Iterable[bytes]) -> None:
         """Rebuild the tree of a session that has answered nothing yet from its turn log.
@@ -274,7 +274,7 @@ class GatewaySession:
             wanted = replace(
                 wanted,
                 max_new_tokens=granted,
-                seed=_seed(self._settings.sampling, options, wanted, serial),
+                seed=turn_seed(self._settings.sampling, options, wanted, serial),
             )
             start = TurnStart(
                 num_prompt_tokens=len(prompt),
@@ -314,7 +314,7 @@ class GatewaySession:
     def _record(self, node: Node) -> None:
         """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
         if self._turn_log is not None:
-            self._turn_log(self._settings.session_id, node.index, encodeturn_of(node))
+            self._turn_log(self._settings.session_id, node.index, encode_turn(node))
         self._tree.add(node)
         self._meter.add_turn(len(node.sampled_ids))
         self._repeats.add(node)
