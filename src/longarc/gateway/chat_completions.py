@@ -25,6 +25,7 @@ from longarc.gateway.dialect import (
 )
 from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta, DeltaKind
+from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError, unsupported
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.records.sampling import MAX_SEED
@@ -215,7 +216,6 @@ class ChatCompletions:
             request=_request(asked),
             around=around,
             response_id=around.new_id("chatcmpl-"),
-            call_id_prefix=around.new_id("call_"),
             wants_logprobs=bool(asked.logprobs),
             includes_usage=includes_usage,
         )
@@ -232,7 +232,6 @@ class ChatCompletionsExchange:
     request: ChatRequest
     around: Surroundings
     response_id: str
-    call_id_prefix: str
     wants_logprobs: bool
     includes_usage: bool
 
@@ -258,7 +257,7 @@ class ChatCompletionsExchange:
             "usage": _usage(answers),
         }
 
-    def opening(self) -> bytes:
+    def opening(self, start: TurnStart) -> bytes:
         """Return a chunk for each choice that says who speaks."""
         spoken = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(i, spoken) for i in range(self.request.num_choices))

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta
+from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import MAX_SHOWN_CHARS, WireError, unsupported
 from longarc.records.message import Message, ToolCall, ToolSpec
 from longarc.tokens.arguments import dump_json
@@ -67,6 +68,8 @@ class ChatRequest:
     """JSON Schema that the answer's text has to follow, as JSON."""
     previous_id: str | None = None
     """Id of the answer that the messages go on from; where it is given they are not the whole conversation."""
+    num_instructions: int = 0
+    """Messages at the beginning that belong to this request alone."""
     stores: bool = False
     """Whether a later request may go on from this answer by its id."""
 
@@ -94,16 +97,11 @@ class Exchange(Protocol):
         """Id of the answer."""
         ...
 
-    @property
-    def call_id_prefix(self) -> str:
-        """Begins the ids of this answer's calls, and of no other's."""
-        ...
-
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         ...
 
-    def opening(self) -> bytes:
+    def opening(self, start: TurnStart) -> bytes:
         """Return the events before the first delta."""
         ...
 
@@ -227,15 +225,6 @@ def checked_stop(stop: Sequence[str], name: str) -> tuple[str, ...]:
 def call_text(call: ToolCall) -> str:
     """Return a call's arguments as text; what cannot be read is no JSON, so that no client runs it."""
     return f"malformed call: {call.error}" if call.error else dump_json(call.arguments)
-
-
-def matched_stop(answer: Answer, stop: Sequence[str], tokenizer: Tokenizer) -> str | None:
-    """Return the stop string that ended an answer, if one did."""
-    if not stop or answer.node.finish_reason != "stop":
-        return None
-    text = tokenizer.decode(answer.node.sampled_ids, keep_special=True)
-    found = [(i, s) for s in stop if (i := text.find(s)) >= 0]
-    return min(found)[1] if found else None
 
 
 def json_bytes(data: object) -> bytes:

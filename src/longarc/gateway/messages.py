@@ -22,17 +22,18 @@ from longarc.gateway.dialect import (
     check_extra,
     checked_stop,
     event,
-    matched_stop,
     refusal,
 )
 from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta, DeltaKind
+from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError, unsupported
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.tokens.arguments import dump_json
 
-_BILLING: Final = "x-anthropic-billing-header:"
-"""Begins a system block that Claude Code adds for accounting. It differs from agent to agent and is no prompt."""
+_ID_HERE: Final = "toolu_"
+_ID_THERE: Final = "call_"
+"""How the ids of calls begin in this dialect, and in sessions."""
 
 
 class _Text(Wire):
@@ -199,7 +200,6 @@ class Messages:
             ),
             around=around,
             response_id=around.new_id("msg_"),
-            call_id_prefix=around.new_id("toolu_"),
             manages_context=asked.context_management is not None,
         )
 
@@ -232,7 +232,6 @@ class MessagesExchange:
     request: ChatRequest
     around: Surroundings
     response_id: str
-    call_id_prefix: str
     manages_context: bool
     _open: DeltaKind | None = None
     """Kind of the block that is being told."""
@@ -258,14 +257,14 @@ class MessagesExchange:
         blocks += [_tool_use(call) for call in message.tool_calls]
         return self._message(blocks, self._ending(answer), _usage(answer))
 
-    def opening(self) -> bytes:
-        """Return the start of a message; how long the prompt is follows at the end."""
-        start = self._message(
+    def opening(self, start: TurnStart) -> bytes:
+        """Return the start of a message."""
+        message = self._message(
             [],
             {"stop_reason": None, "stop_sequence": None},
-            {"input_tokens": 0, "output_tokens": 0},
+            {"input_tokens": start.num_prompt_tokens, "output_tokens": 0},
         )
-        return _event({"type": "message_start", "message": start}) + self.ping()
+        return _event({"type": "message_start", "message": message}) + self.ping()
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         """Return the events of a delta, those that begin and end blocks included."""
@@ -331,11 +330,10 @@ class MessagesExchange:
         return {"context_management": {"applied_edits": []}} if self.manages_context else {}
 
     def _ending(self, answer: Answer) -> dict[str, Any]:
-        stop = matched_stop(answer, self.request.stop, self.around.tokenizer)
         reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
         reason = reasons[answer.turn.finish_reason]
-        if stop is not None and reason == "end_turn":
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        if answer.stop is not None and reason == "end_turn":
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _start(self, kind: DeltaKind, block: dict[str, Any]) -> bytes:
@@ -416,7 +414,7 @@ def _check_context_management(wanted: dict[str, Any] | None) -> None:
 
 def _system(system: "str | list[_Text] | None") -> str:
     blocks = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    return "\n\n".join(text for text in blocks if not text.startswith(_BILLING))
+    return "\n\n".join(blocks)
 
 
 def _text(content: "str | Sequence[_Text] | None") -> str:
@@ -433,7 +431,7 @@ def _messages(message: "_UserMessage | _AssistantMessage | _SystemMessage") -> l
     if isinstance(message.content, str):
         return [Message(role=Role.USER, content=message.content)]
     out = [
-        Message(role=Role.TOOL, content=_text(block.content), tool_call_id=block.tool_use_id)
+        Message(role=Role.TOOL, content=_text(block.content), tool_call_id=_session_id_of(block.tool_use_id))
         for block in message.content
         if isinstance(block, _ToolResult)
     ]
@@ -473,20 +471,28 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _call(block: _ToolUse) -> ToolCall:
+    call_id = _session_id_of(block.id)
     if block.name.startswith(MALFORMED):
         reason = str(block.input.get("error", "the call could not be read"))
         name = block.name.removeprefix(MALFORMED)
-        return ToolCall(id=block.id, name=name, arguments={}, error=reason)
-    return ToolCall(id=block.id, name=block.name, arguments=block.input)
+        return ToolCall(id=call_id, name=name, arguments={}, error=reason)
+    return ToolCall(id=call_id, name=block.name, arguments=block.input)
+
+
+def _session_id_of(call_id: str) -> str:
+    if call_id.startswith(_ID_HERE):
+        return _ID_THERE + call_id.removeprefix(_ID_HERE)
+    return call_id
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:
     """Return a call; one that cannot be read gets the name of no tool, so that no client runs it."""
+    call_id = _ID_HERE + call.id.removeprefix(_ID_THERE)
     if call.error is None:
-        return {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        return {"type": "tool_use", "id": call_id, "name": call.name, "input": call.arguments}
     return {
         "type": "tool_use",
-        "id": call.id,
+        "id": call_id,
         "name": MALFORMED + call.name,
         "input": {"error": call.error},
     }

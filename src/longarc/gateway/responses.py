@@ -22,14 +22,15 @@ from longarc.gateway.dialect import (
     check_extra,
     refusal,
 )
-from longarc.gateway.responses_events import CalledTool, ResponsesExchange, Told
+from longarc.gateway.responses_events import (
+    REASONING_PREFIX,
+    CalledTool,
+    ResponsesExchange,
+    Told,
+)
 from longarc.gateway.wire import WireError, unsupported
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.tokens.arguments import call_from_json, dump_json
-
-REASONING_PREFIX: Final = "longarc."
-"""Begins encrypted reasoning that this gateway made: the text itself, in base64, so that a client that keeps
-nothing else brings it back."""
 
 
 class _Text(Wire):
@@ -194,12 +195,12 @@ class Responses:
                 thinking=_thinking(asked.reasoning),
                 streams=bool(asked.stream),
                 json_schema=_json_schema(asked.text),
+                num_instructions=int(bool(asked.instructions)),
                 previous_id=asked.previous_response_id,
                 stores=stores,
             ),
             around=around,
             response_id=around.new_id("resp_"),
-            call_id_prefix=around.new_id("call_"),
             told=Told(
                 called=called,
                 encrypts="reasoning.encrypted_content" in include or not stores,

@@ -24,10 +24,13 @@ from longarc.gateway.dialect import (
 )
 from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta, DeltaKind
+from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError
 from longarc.records.message import ToolCall
 
-_REASONING_PREFIX: Final = "longarc."
+REASONING_PREFIX: Final = "longarc."
+"""Begins encrypted reasoning that this gateway made: the text itself, in base64, so that a client that keeps
+nothing else brings it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,6 @@ class ResponsesExchange:
     request: ChatRequest
     around: Surroundings
     response_id: str
-    call_id_prefix: str
     told: Told
     _number: int = 0
     """Of the next event."""
@@ -83,7 +85,7 @@ class ResponsesExchange:
         items += [self._call_item(self.around.new_id("fc_"), call) for call in message.tool_calls]
         return self._ended(items, answer)
 
-    def opening(self) -> bytes:
+    def opening(self, start: TurnStart) -> bytes:
         """Return the events that begin a response."""
         begun = self._response("in_progress", [])
         return self._event("response.created", response=begun) + self.ping()
@@ -220,7 +222,7 @@ class ResponsesExchange:
         }
         if self.told.encrypts:
             sealed = base64.b64encode(text.encode("utf-8", "replace")).decode()
-            item["encrypted_content"] = _REASONING_PREFIX + sealed
+            item["encrypted_content"] = REASONING_PREFIX + sealed
         return item
 
     def _message_item(self, item_id: str, text: str, answer: Answer | None) -> dict[str, Any]:
