@@ -9,17 +9,21 @@ An exchange is one request's codec: it knows the dialect, the request, and nothi
 beyond the answers it is given.
 """
 
+import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta
-from longarc.gateway.wire import MAX_SHOWN_CHARS, WireError
-from longarc.records.message import Json, Message, ToolCall, ToolSpec
+from longarc.gateway.turn_options import TurnStart
+from longarc.gateway.wire import MAX_SHOWN_CHARS, WireError, unsupported
+from longarc.records.message import Message, ToolCall, ToolSpec
+from longarc.tokens.arguments import dump_json
 from longarc.tokens.tokenizer import Tokenizer
 
 MALFORMED: Final = "malformed_call__"
@@ -64,6 +68,8 @@ class ChatRequest:
     """JSON Schema that the answer's text has to follow, as JSON."""
     previous_id: str | None = None
     """Id of the answer that the messages go on from; where it is given they are not the whole conversation."""
+    num_instructions: int = 0
+    """Messages at the beginning that belong to this request alone."""
     stores: bool = False
     """Whether a later request may go on from this answer by its id."""
 
@@ -74,8 +80,6 @@ class Surroundings:
 
     tokenizer: Tokenizer
     created_s: int
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Of the request, names in lower case."""
     new_id: Callable[[str], str] = lambda prefix: f"{prefix}{secrets.token_hex(12)}"
     """Makes an id that was never used before."""
 
@@ -93,16 +97,11 @@ class Exchange(Protocol):
         """Id of the answer."""
         ...
 
-    @property
-    def call_id_prefix(self) -> str:
-        """Begins the ids of this answer's calls, and of no other's."""
-        ...
-
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         ...
 
-    def opening(self) -> bytes:
+    def opening(self, start: TurnStart) -> bytes:
         """Return the events before the first delta."""
         ...
 
@@ -150,41 +149,93 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-def refusal(error: ValidationError, what: str) -> WireError:
-    """Return the 400 that names the first field that is wrong."""
+def refusal(error: ValidationError, body: bytes, what: str) -> WireError:
+    """Return the 400 that names the first field that is wrong, as the client spells its place."""
     first = error.errors(include_url=False)[0]
-    path = ""
-    for part in first["loc"]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not _is_model(part):
-            path += f".{part}" if path else part
+    path = _client_path(first["loc"], _json_or_none(body), is_missing=first["type"] == "missing")
     told = f"{path}: {first['msg']}" if path else first["msg"]
     if path and isinstance(first["input"], int | float | str):
         told += f", got {str(first['input'])[:MAX_SHOWN_CHARS]!r}"
     return WireError(400, f"the request is not {what}: {told}", param=path or None)
 
 
-def _is_model(part: str) -> bool:
-    """Whether a part of a location is the name of a union's member, which means nothing to a client.
+def _client_path(location: Sequence[int | str], value: object, *, is_missing: bool) -> str:
+    """Return a location without the parts that only name members of unions, which no client knows."""
+    path = ""
+    for position, part in enumerate(location):
+        if isinstance(part, int):
+            path += f"[{part}]"
+            value = value[part] if isinstance(value, list) and part < len(value) else None
+        elif isinstance(value, dict):
+            is_last = position == len(location) - 1
+            if part in value or (is_last and is_missing):
+                path += f".{part}" if path else part
+                value = value.get(part)
+    return path
 
-    Members are classes (``_TextPart``), types (``list[...]``, ``str``) or values of ``type`` and ``role``.
+
+def _json_or_none(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def check_extra(
+    extra: Mapping[str, object] | None,
+    *,
+    without_effect: Collection[str],
+    only: Mapping[str, Sequence[object]],
+) -> None:
+    """Refuse options of a request that this gateway does not implement.
+
+    Args:
+        extra: the fields that no model names.
+        without_effect: fields that do not change the answer.
+        only: fields that are accepted at the values that ask for nothing.
+
+    Raises:
+        WireError: 400, naming the option and what may be sent.
     """
-    return part.startswith(("_", "list[", "function-", "tagged-union")) or part in _MEMBERS
+    for name, value in (extra or {}).items():
+        if value is None or name in without_effect:
+            continue
+        if name not in only:
+            raise unsupported(name, value, "leave it out")
+        if value not in only[name]:
+            allowed = " or ".join(repr(option) for option in only[name])
+            raise unsupported(name, value, f"leave it out or send {allowed}")
 
 
-_MEMBERS: Final = frozenset(
-    "str system developer user assistant tool text thinking redacted_thinking tool_use tool_result "
-    "input_text output_text message function_call function_call_output custom_tool_call "
-    "custom_tool_call_output reasoning enabled disabled adaptive json_schema json_object".split()
-)
+def checked_stop(stop: Sequence[str], name: str) -> tuple[str, ...]:
+    """Return stop strings.
 
-
-def json_text(arguments: Mapping[str, Json]) -> str:
-    """Return a call's arguments as JSON."""
-    return _encode(arguments)
+    Raises:
+        WireError: 400, there are too many, or one is empty.
+    """
+    if len(stop) > MAX_STOPS or not all(stop):
+        raise WireError(
+            400,
+            f"{name} holds {len(stop)} texts; send at most {MAX_STOPS}, none of them empty",
+            param=name,
+        )
+    return tuple(dict.fromkeys(stop))
 
 
 def call_text(call: ToolCall) -> str:
     """Return a call's arguments as text; what cannot be read is no JSON, so that no client runs it."""
-    return f"malformed call: {call.error}" if call.error else _encode(call.arguments)
+    return f"malformed call: {call.error}" if call.error else dump_json(call.arguments)
+
+
+def json_bytes(data: object) -> bytes:
+    """Return JSON; what a client sent may hold integers that the fast encoder refuses."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:
+        return json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def event(data: object, *, name: str | None = None) -> bytes:
+    """Return one server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json_bytes(data) + b"\n\n"
