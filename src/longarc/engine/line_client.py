@@ -57,6 +57,11 @@ class LineClient:
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._open: set[_Connection] = set()
 
+    @property
+    def num_idle(self) -> int:
+        """Connections that wait for a request."""
+        return len(self._idle)
+
     async def close(self) -> None:
         """Close all connections."""
         for connection in list(self._open):
