@@ -32,6 +32,7 @@ from longarc.errors import (
     WeightsRefusedError,
     boundary,
 )
+from longarc.gateway.budget import SessionBudget
 from longarc.gateway.core import Gateway
 from longarc.gateway.durable import DurableSessions, SessionSpec
 from longarc.gateway.meter import CONTENT_TYPE, Meter
@@ -57,6 +58,9 @@ class _Mint(BaseModel):
     max_new_tokens: int | None = Field(None, ge=1)
     max_context_tokens: int | None = Field(None, ge=1)
     thinking: bool | None = None
+    max_sampled_tokens: int | None = Field(None, ge=1)
+    max_requests: int | None = Field(None, ge=1)
+    max_wall_s: float | None = Field(None, gt=0)
 
 
 class _Weights(BaseModel):
@@ -166,6 +170,11 @@ class AdminDoor:
             sampling=sampling,
             thinking=own.thinking if asked.thinking is None else asked.thinking,
             max_context_tokens=asked.max_context_tokens or longest,
+            budget=SessionBudget(
+                max_sampled_tokens=asked.max_sampled_tokens,
+                max_requests=asked.max_requests,
+                max_wall_s=asked.max_wall_s,
+            ),
         )
 
     async def _list(self, request: Request) -> Response:

@@ -10,9 +10,10 @@ import hmac
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longarc.errors import ConfigError, LongArcError
+from longarc.gateway.budget import SessionBudget
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession
 from longarc.gateway.turn_files import SessionHead, TurnFiles, check_session_id
@@ -30,6 +31,7 @@ class SessionSpec:
     sampling: Sampling
     thinking: bool
     max_context_tokens: int
+    budget: SessionBudget = field(default_factory=SessionBudget)
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class DurableSessions:
             sampling=spec.sampling,
             thinking=spec.thinking,
             max_context_tokens=spec.max_context_tokens,
+            budget=spec.budget,
         )
         session = self._open(head)
         try:
@@ -200,6 +203,7 @@ class DurableSessions:
             sampling=head.sampling,
             thinking=head.thinking,
             max_context_tokens=head.max_context_tokens,
+            budget=head.budget,
         )
 
     def _open(self, head: SessionHead) -> GatewaySession:
@@ -208,6 +212,7 @@ class DurableSessions:
             sampling=head.sampling,
             thinking=head.thinking,
             max_context_tokens=head.max_context_tokens,
+            budget=head.budget,
         )
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    run-7.jsonl    {"format":1,"session_id":"run-7","key_sha256":"..","sampling":{..},"thinking":true,"max_context_tokens":8192}
+    run-7.jsonl    {"format":1,"session_id":"run-7","key_sha256":"..","sampling":{..},"thinking":true,"max_context_tokens":8192,..}
                    {turn 0, see turn_log}
                    {turn 1}
                    {"closed":true}             behind the last turn, once the key was revoked
@@ -24,6 +24,7 @@ from typing import Any, Final
 import orjson
 
 from longarc.errors import ConfigError, ContractError, ResourceError, boundary
+from longarc.gateway.budget import SessionBudget
 from longarc.records.sampling import Sampling
 from longarc.runs.files import make_directory
 
@@ -43,6 +44,7 @@ class SessionHead:
     sampling: Sampling
     thinking: bool
     max_context_tokens: int
+    budget: SessionBudget
 
 
 def check_session_id(session_id: str) -> None:
@@ -214,4 +216,5 @@ def _head(data: dict[str, Any], path: Path) -> SessionHead:
     sampling = data.pop("sampling")
     for name in ("stop_ids", "stop_strings"):
         sampling[name] = tuple(sampling[name])
-    return SessionHead(sampling=Sampling(**sampling), **data)
+    budget = SessionBudget(**data.pop("budget"))
+    return SessionHead(sampling=Sampling(**sampling), budget=budget, **data)
