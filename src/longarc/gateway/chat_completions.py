@@ -4,12 +4,14 @@ What the gateway cannot do is refused by name; fields that do not change the ans
 are accepted.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from longarc.gateway.answers import Answer
 from longarc.gateway.dialect import (
     MAX_CHOICES,
     ChatRequest,
@@ -23,7 +25,6 @@ from longarc.gateway.dialect import (
     event,
     refusal,
 )
-from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta, DeltaKind
 from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError, unsupported
@@ -69,11 +70,9 @@ class _Call(Wire):
 
 class _AssistantMessage(Wire):
     role: Literal["assistant"]
-    content: (
-        str
-        | list[Annotated[_TextPart | _RefusalPart, Field(discriminator="type")]]
-        | None
-    ) = None
+    content: str | list[Annotated[_TextPart | _RefusalPart, Field(discriminator="type")]] | None = (
+        None
+    )
     reasoning_content: str | None = None
     tool_calls: list[_Call] | None = None
 
@@ -167,9 +166,9 @@ class ChatCompletionsBody(Wire):
     response_format: (
         Annotated[_TextFormat | _JsonFormat | _SchemaFormat, Field(discriminator="type")] | None
     ) = None
-    reasoning_effort: (
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
-    ) = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     thinking: _Thinking | None = None
     """GLM's own extension of the dialect; reasoning of earlier turns is always kept."""
     chat_template_kwargs: _TemplateOptions | None = None
@@ -234,9 +233,8 @@ class ChatCompletionsExchange:
     response_id: str
     wants_logprobs: bool
     includes_usage: bool
-
-    def __post_init__(self) -> None:
-        self._num_calls = [0] * self.request.num_choices
+    _num_calls: Counter[int] = field(default_factory=Counter)
+    """Calls told so far, by choice."""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response."""

@@ -11,7 +11,8 @@ from longarc.errors import ConfigError, ContractError
 from longarc.gateway.asked import RecognitionRules
 from longarc.gateway.budget import SessionBudget
 from longarc.gateway.openings import Openings
-from longarc.gateway.session import GatewaySession, SessionClosed, SessionSettings
+from longarc.gateway.session import GatewaySession
+from longarc.gateway.session_settings import SessionClosed, SessionSettings
 from longarc.gateway.turn_log import TurnLog
 from longarc.records.ports import Engine
 from longarc.records.sampling import Sampling

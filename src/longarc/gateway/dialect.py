@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from longarc.gateway.session import Answer
+from longarc.gateway.answers import Answer
 from longarc.gateway.streaming import Delta
 from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import MAX_SHOWN_CHARS, WireError, unsupported

@@ -37,7 +37,6 @@ from longarc.gateway.sse import EventResponse, Events
 from longarc.gateway.stored_answers import StoredAnswers
 from longarc.gateway.turns import Asking, StreamedTurn, answers_to
 from longarc.gateway.wire import WireError, as_wire, busy, too_long, too_slow, unknown_model
-from longarc.records.ports import ContextExhausted
 
 _log = logging.getLogger(__name__)
 
@@ -236,7 +235,7 @@ class _Door:
                 answers = await answers_to(asking)
                 self._stored.keep(asking, exchange.response_id, answers)
                 return _json(exchange.whole(answers))
-        except (LongArcError, ContextExhausted) as error:
+        except LongArcError as error:
             return _error(self._wire(error, asking.session), dialect)
 
     def _stream(self, exchange: Exchange, asking: Asking, dialect: Dialect) -> EventResponse:
@@ -247,7 +246,7 @@ class _Door:
                 with boundary(ContractError, f"answering {dialect.name}"):
                     answers = await turn.run(events)
                     self._stored.keep(asking, exchange.response_id, answers)
-            except (LongArcError, ContextExhausted) as error:
+            except LongArcError as error:
                 wire = self._wire(error, asking.session)
                 if events.has_begun:
                     events.put(turn.failure(wire))
@@ -262,9 +261,7 @@ class _Door:
             on_end=self._ended,
         )
 
-    def _wire(
-        self, error: LongArcError | ContextExhausted, session: GatewaySession | None = None
-    ) -> WireError:
+    def _wire(self, error: LongArcError, session: GatewaySession | None = None) -> WireError:
         """Return what the client is told; what is our own mistake is logged, without what was said."""
         if isinstance(error, ContractError):
             cause = error.__cause__ or error

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from longarc.gateway.answers import Answer
 from longarc.gateway.dialect import (
     MALFORMED,
     ChatRequest,
@@ -24,7 +25,6 @@ from longarc.gateway.dialect import (
     event,
     refusal,
 )
-from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta, DeltaKind
 from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError, unsupported
@@ -140,9 +140,7 @@ class CountTokensBody(Wire):
     messages: list[_Message] = Field(min_length=1)
     system: str | list[_Text] | None = None
     tools: list[_Tool] | None = None
-    tool_choice: (
-        Annotated[_AnyChoice | _ToolNamed, Field(discriminator="type")] | None
-    ) = None
+    tool_choice: Annotated[_AnyChoice | _ToolNamed, Field(discriminator="type")] | None = None
     thinking: Annotated[_ThinkingOn | _ThinkingOther, Field(discriminator="type")] | None = None
     output_config: _OutputConfig | None = None
     context_management: dict[str, Any] | None = None
@@ -339,9 +337,7 @@ class MessagesExchange:
     def _start(self, kind: DeltaKind, block: dict[str, Any]) -> bytes:
         self._open = kind
         self._index += 1
-        return _event(
-            {"type": "content_block_start", "index": self._index, "content_block": block}
-        )
+        return _event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
@@ -393,7 +389,9 @@ def _common(asked: CountTokensBody) -> dict[str, Any]:
     return {
         "model": asked.model,
         "messages": tuple(messages),
-        "tools": tuple(_tool(tool, i) for i, tool in enumerate(asked.tools or ()) if _is_seen(tool)),
+        "tools": tuple(
+            _tool(tool, i) for i, tool in enumerate(asked.tools or ()) if _is_seen(tool)
+        ),
         "tool_choice": _tool_choice(asked.tool_choice),
         "thinking": _thinking(asked.thinking),
     }
@@ -431,7 +429,11 @@ def _messages(message: "_UserMessage | _AssistantMessage | _SystemMessage") -> l
     if isinstance(message.content, str):
         return [Message(role=Role.USER, content=message.content)]
     out = [
-        Message(role=Role.TOOL, content=_text(block.content), tool_call_id=_session_id_of(block.tool_use_id))
+        Message(
+            role=Role.TOOL,
+            content=_text(block.content),
+            tool_call_id=_session_id_of(block.tool_use_id),
+        )
         for block in message.content
         if isinstance(block, _ToolResult)
     ]

@@ -3,13 +3,14 @@
 from functools import cache
 from typing import Any, Final
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from longarc.gateway.chat_completions import ChatCompletionsBody
 from longarc.gateway.messages import CountTokensBody, MessagesBody
 from longarc.gateway.responses import ResponsesBody
 
-_BODIES: Final = {
+_BODIES: Final[dict[str, tuple[type[BaseModel], str]]] = {
     "/v1/chat/completions": (ChatCompletionsBody, "Answer an OpenAI chat completion."),
     "/v1/responses": (ResponsesBody, "Answer an OpenAI Responses request."),
     "/v1/messages": (MessagesBody, "Answer an Anthropic Messages request."),
@@ -32,8 +33,9 @@ _REF: Final = "#/components/schemas/{model}"
 @cache
 def description() -> dict[str, Any]:
     """Return the description; to be read only."""
-    models = [(model, "validation") for model, _ in _BODIES.values()]
-    _, schemas = models_json_schema(models, ref_template=_REF)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model, _ in _BODIES.values()], ref_template=_REF
+    )
     paths: dict[str, Any] = {}
     for prefix in ("", "/s/{key}"):
         for path, (model, summary) in _BODIES.items():

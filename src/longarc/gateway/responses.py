@@ -339,9 +339,7 @@ def _tools(tools: Sequence[_Tool]) -> tuple[tuple[ToolSpec, ...], dict[str, Call
             if is_custom
             else tool.parameters or {"type": "object", "properties": {}}
         )
-        specs.append(
-            ToolSpec(name=name, description=tool.description or "", parameters=parameters)
-        )
+        specs.append(ToolSpec(name=name, description=tool.description or "", parameters=parameters))
 
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"

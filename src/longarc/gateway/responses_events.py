@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from longarc.gateway.answers import Answer
 from longarc.gateway.chat_completions import token_logprobs
 from longarc.gateway.dialect import (
     MALFORMED,
@@ -22,7 +23,6 @@ from longarc.gateway.dialect import (
     call_text,
     event,
 )
-from longarc.gateway.session import Answer
 from longarc.gateway.streaming import Delta, DeltaKind
 from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError

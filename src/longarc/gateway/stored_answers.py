@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from longarc.gateway.session import Answer, GatewaySession
+from longarc.gateway.answers import Answer
+from longarc.gateway.dialect import ChatRequest
+from longarc.gateway.session import GatewaySession
 from longarc.gateway.turns import Asking
 from longarc.gateway.wire import WireError
-from longarc.gateway.dialect import ChatRequest
 from longarc.records.message import Message
 
 _MAX_STORED: Final = 64
@@ -44,7 +45,7 @@ class StoredAnswers:
         """
         if request.previous_id is None:
             return request
-        before = self._by_session.get(session, {}).get(request.previous_id)
+        before = self._by_session.get(session, OrderedDict()).get(request.previous_id)
         if before is None:
             raise WireError(
                 400,

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from longarc.errors import ConfigError, ContractError
-from longarc.gateway.dialect import ChatRequest, Exchange
+from longarc.gateway.answers import Answer
+from longarc.gateway.dialect import ChatRequest, Exchange, NamedTool
 from longarc.gateway.lineage import read_lineage
-from longarc.gateway.session import Answer, GatewaySession
+from longarc.gateway.session import GatewaySession
 from longarc.gateway.sse import Events
 from longarc.gateway.streaming import TurnStream
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
-from longarc.gateway.wire import WireError
+from longarc.gateway.wire import WireError, as_wire
+from longarc.records.ports import ContextExhausted
 from longarc.records.sampling import MAX_SEED, SampledTokens, Sampling
 from longarc.tokens.chat_format import ChatFormat
 
@@ -40,6 +42,7 @@ class Asking:
         """
         request = self.request
         key = self.headers.get("idempotency-key")
+        forced = self._forced_call()
         try:
             lineage = read_lineage(self.headers)
             sampling = self._sampling(choice)
@@ -48,16 +51,35 @@ class Asking:
         return TurnOptions(
             max_new_tokens=request.max_new_tokens,
             tool_choice="none" if request.tool_choice == "none" else "auto",
+            forced_call=forced,
+            one_call=request.one_call,
             sampling=sampling,
             thinking=request.thinking if self.honours_sampling else None,
             stop=request.stop,
             lineage=lineage,
             # The answers to one request are different ones, whatever makes a request known again.
             idempotency_key=None if key is None else f"{key}/{choice}" if choice else key,
-            body_digest=self.body_digest + choice.to_bytes(2, "big") if choice else self.body_digest,
+            body_digest=self.body_digest + choice.to_bytes(2, "big")
+            if choice
+            else self.body_digest,
             is_retry=self.headers.get(_RETRIES, "0") != "0" and request.num_choices == 1,
             on_progress=on_progress,
         )
+
+    def _forced_call(self) -> str | None:
+        """Return the tool that has to be called, "" for any and None for none."""
+        choice, names = self.request.tool_choice, [tool.name for tool in self.request.tools]
+        if choice in ("auto", "none"):
+            return None
+        name = choice.name if isinstance(choice, NamedTool) else ""
+        if not names or (name and name not in names):
+            raise WireError(
+                400,
+                f"tool_choice asks for a call of {repr(name) if name else 'a tool'}, but the request's tools are "
+                f"{names}; send the tool, or tool_choice 'auto'",
+                param="tool_choice",
+            )
+        return name
 
     def _sampling(self, choice: int) -> Sampling | None:
         if not self.honours_sampling:
@@ -82,16 +104,20 @@ async def answers_to(
         on_progress: gives where the progress of each answer goes.
 
     Raises:
-        WireError: an option cannot be had.
+        WireError: an option cannot be had, or there is no room or budget for an answer.
         LongArcError: what ``GatewaySession.answer`` raises; no answer is returned then, whatever others there are.
     """
     request = asking.request
 
     async def answer(choice: int) -> Answer:
         told = None if on_progress is None else on_progress(choice)
-        return await asking.session.answer(
-            request.messages, tools=request.tools, options=asking.options(choice, told)
-        )
+        options = asking.options(choice, told)
+        try:
+            return await asking.session.answer(
+                request.messages, tools=request.tools, options=options
+            )
+        except ContextExhausted as error:
+            raise as_wire(error) from error
 
     if request.num_choices == 1:
         return [await answer(0)]
@@ -161,6 +187,8 @@ class StreamedTurn:
             stop=(*self._asking.session.settings.sampling.stop_strings, *request.stop),
             call_id_prefix=start.call_id_prefix,
         )
+        for delta in self._streams[choice].feed(start.opening_ids):
+            raise AssertionError(f"the beginning of a call was told: {delta}")
 
     def _opened(self) -> bytes:
         """Return the opening once."""

@@ -15,7 +15,7 @@ from longarc.errors import (
     LongArcError,
 )
 from longarc.gateway.budget import BudgetExhausted
-from longarc.gateway.session import SessionClosed
+from longarc.gateway.session_settings import SessionClosed
 from longarc.records.ports import ContextExhausted
 
 MAX_SHOWN_CHARS: Final = 80
@@ -83,9 +83,7 @@ def unsupported(name: str, value: object, allowed: str) -> WireError:
 
 def busy(limit: int) -> WireError:
     """More requests at once than the gateway takes."""
-    return _later(
-        f"the gateway already answers {limit} requests; try again when one has ended"
-    )
+    return _later(f"the gateway already answers {limit} requests; try again when one has ended")
 
 
 def too_long(max_bytes: int) -> WireError:

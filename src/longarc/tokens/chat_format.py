@@ -122,6 +122,15 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def call_opening(self, name: str | None, *, thinking: bool) -> tuple[int, ...] | None:
+        """Return the ids that begin a call, right behind a prompt; None where the format has none.
+
+        Args:
+            name: of the tool; None leaves it to the model.
+            thinking: as in the prompt; reasoning that it opened is closed first, empty.
+        """
+        ...
+
 
 class TokenWriter:
     """Collects ids with their mask; neighbouring text is encoded as one string.

@@ -151,6 +151,16 @@ class ChatMlFormat:
         )
         return ParsedTurn(message=message, problems=tuple(problems))
 
+    def call_opening(self, name: str | None, *, thinking: bool) -> tuple[int, ...]:
+        """Return the ids that begin a call; see ``ChatFormat.call_opening``."""
+        out = TokenWriter(self._tokenizer)
+        if thinking:
+            self._tagged(out, "\n</think>\n\n")
+        self._tagged(out, "<tool_call>")
+        out.text('\n{"name": ')
+        out.text('"' if name is None else f'{dump_json(name)}, "arguments": ')
+        return out.finish().token_ids
+
     def _opening(self, out: TokenWriter, system: str | None, tools: Sequence[ToolSpec]) -> None:
         if system is None and not tools:
             return

@@ -134,6 +134,15 @@ class GlmFormat:
         body = token_ids[:-1] if is_stopped else token_ids
         return self._parser.parse(body, tools, thinking=thinking, call_id_prefix=call_id_prefix)
 
+    def call_opening(self, name: str | None, *, thinking: bool) -> tuple[int, ...]:
+        """Return the ids that begin a call; see ``ChatFormat.call_opening``."""
+        out = TokenWriter(self._tokenizer)
+        if thinking:
+            out.special("</think>")
+        out.special("<tool_call>")
+        out.text(name or "")
+        return out.finish().token_ids
+
     def _tools(self, out: TokenWriter, tools: Sequence[ToolSpec]) -> None:
         out.special("<|system|>")
         out.text(_TOOLS_BEFORE)

@@ -204,11 +204,17 @@ async def test_a_rollout_is_sampled_as_the_run_decides_and_a_served_model_as_the
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"stream": True}, "stream"),
-        ({"n": 2}, "n"),
-        ({"stop": ["Observation:"]}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
         ({"guided_regex": "x"}, "guided_regex"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
@@ -253,11 +259,11 @@ async def test_a_value_that_cannot_be_sampled_with_is_a_400_that_tells_it(asked)
 async def test_the_sdk_raises_its_own_error_type_with_the_field():
     door = Door(FakeEngine([]))
     async with door.sdk() as client:
-        with pytest.raises(openai.BadRequestError, match="stream=True is not supported") as refused:
+        with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported") as refused:
             await client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "q"}], stream=True
+                model="x", messages=[{"role": "user", "content": "q"}], top_logprobs=2
             )
-    assert (refused.value.param, refused.value.code) == ("stream", "unsupported_value")
+    assert (refused.value.param, refused.value.code) == ("top_logprobs", "unsupported_value")
 
 
 async def test_options_that_ask_for_nothing_and_fields_without_effect_are_accepted():
@@ -321,12 +327,12 @@ async def test_a_closed_session_is_404_and_unknown_paths_answer_in_the_dialect()
     await door.session.close()
     async with door.raw() as client:
         closed = await client.post("/v1/chat/completions", json=chat_body())
-        unknown = await client.post("/v1/responses", json={})
+        unknown = await client.post("/v1/completions", json={})
         method = await client.get("/v1/chat/completions")
     assert closed.status_code == 404
     assert "is closed" in closed.json()["error"]["message"]
     assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"].startswith("POST /v1/responses")
+    assert unknown.json()["error"]["message"].startswith("POST /v1/completions")
     assert method.status_code == 405
 
 
