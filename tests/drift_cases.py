@@ -17,6 +17,7 @@ from longarc.errors import EngineError
 from longarc.gateway.chat_completions import read_request
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import Answer, GatewaySession
+from longarc.gateway.tree import digest_ids, id_array
 from longarc.gateway.turn_options import TurnOptions
 from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
@@ -243,8 +244,11 @@ class Conversation:
         return answered
 
     def _answered(self, context: Context, answer: Answer) -> Context:
-        ids = tuple(answer.node.sampled_ids)
-        number = max(i for i, record in enumerate(self.engine.records) if record.ids == ids)
+        number = next(
+            i
+            for i, record in reversed(list(enumerate(self.engine.records)))
+            if digest_ids(id_array(record.prompt + record.ids)) == answer.node.ids_digest
+        )
         record = self.engine.records[number]
         if context.expected is not None:
             parent = self.engine.records[context.expected]
