@@ -151,8 +151,13 @@ class Wire(BaseModel):
 
 def refusal(error: ValidationError, body: bytes, what: str) -> WireError:
     """Return the 400 that names the first field that is wrong, as the client spells its place."""
-    first = error.errors(include_url=False)[0]
-    path = _client_path(first["loc"], _json_or_none(body), is_missing=first["type"] == "missing")
+    told_of = error.errors(include_url=False)
+    value = _json_or_none(body)
+    # Of a field that may be several things, the reading that came furthest is the one that was meant.
+    first = max(
+        (e for e in told_of if e["loc"][:1] == told_of[0]["loc"][:1]), key=lambda e: len(e["loc"])
+    )
+    path = _client_path(first["loc"], value, is_missing=first["type"] == "missing")
     told = f"{path}: {first['msg']}" if path else first["msg"]
     if path and isinstance(first["input"], int | float | str):
         told += f", got {str(first['input'])[:MAX_SHOWN_CHARS]!r}"

@@ -154,9 +154,10 @@ class _Recogniser:
 
     def _succeeds(self, asked: Asked) -> bool:
         """Whether a conversation opens as the newest one of the agent whose answer it quotes."""
-        if asked.carries is None:
+        carries = self._carried(asked)
+        if carries is None:
             return False
-        agent = self._agents.get(self._places[asked.carries].agent_id)
+        agent = self._agents.get(self._places[carries].agent_id)
         return agent is not None and _opens_like(asked, agent.root)
 
     def _claimed_agent(self, asked: Asked) -> tuple[str, str | None] | None:
@@ -181,7 +182,7 @@ class _Recogniser:
         """Return whose conversation it is, as far as its text tells, and that agent's parent."""
         if kind is SegmentKind.SIDE:
             return self._main_name, None
-        for link in (asked.echoes, asked.carries):
+        for link in (asked.echoes, self._carried(asked)):
             if link is None:
                 continue
             name = self._places[link].agent_id
@@ -207,7 +208,7 @@ class _Recogniser:
         self, asked: Asked, known: _Agent | None, parent_agent_id: str | None
     ) -> int | None:
         """Return the turn that a new conversation grew out of."""
-        for link in (asked.carries, asked.echoes):
+        for link in (self._carried(asked), asked.echoes):
             if link is not None:
                 return link
         if known is not None:
@@ -217,21 +218,30 @@ class _Recogniser:
         parent = self._agents.get(parent_agent_id)
         return None if parent is None else parent.newest
 
+    def _carried(self, asked: Asked) -> int | None:
+        """Return the turn that a conversation quotes, unless that turn is beside the work by its own words."""
+        if asked.carries is None:
+            return None
+        quoted = self._nodes[asked.carries].asked
+        is_side = quoted is not None and SegmentKind.SIDE in (quoted.hint, quoted.lineage.kind)
+        return None if is_side else asked.carries
+
     def _mark_carried(self) -> None:
         """Make summaries of the turns whose answers open a later window of their agent."""
         for node in self._nodes:
             asked = node.asked
-            if node.parent is not None or asked is None or asked.carries is None:
+            carries = None if asked is None else self._carried(asked)
+            if node.parent is not None or carries is None:
                 continue
-            source, place = self._places[asked.carries], self._places[node.index]
-            claim = self._nodes[asked.carries].asked
+            source, place = self._places[carries], self._places[node.index]
+            claim = self._nodes[carries].asked
             if claim is None or claim.lineage.kind is not None:
                 continue
-            is_summariser = self._nodes[asked.carries].parent is None and not claim.tools
+            is_summariser = self._nodes[carries].parent is None and not claim.tools
             if place.kind is SegmentKind.EXEC and (
                 source.agent_id == place.agent_id or is_summariser
             ):
-                self._places[asked.carries] = replace(source, kind=SegmentKind.SUMMARY)
+                self._places[carries] = replace(source, kind=SegmentKind.SUMMARY)
 
 
 def _opens_alike(asked: Asked, other: Asked | None) -> bool:

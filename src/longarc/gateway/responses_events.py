@@ -202,12 +202,12 @@ class ResponsesExchange:
     def _item_event(self, name: str, item: dict[str, Any]) -> bytes:
         return self._event(name, output_index=len(self._items), item=item)
 
-    def _part_event(self, name: str, **data: Any) -> bytes:
+    def _part_event(self, name: str, /, **data: Any) -> bytes:
         return self._event(
             name, item_id=self._open_id, output_index=len(self._items), content_index=0, **data
         )
 
-    def _event(self, name: str, **data: Any) -> bytes:
+    def _event(self, name: str, /, **data: Any) -> bytes:
         number = self._number
         self._number += 1
         return event({"type": name, "sequence_number": number} | data, name=name)

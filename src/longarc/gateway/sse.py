@@ -15,7 +15,12 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies would collect events otherwise.
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Events:
@@ -81,7 +86,7 @@ class EventResponse(Response):
             send_timeout_s: how long the client may take for what is written; then it counts as gone [seconds].
             on_end: called when the response is over, whatever ended it.
         """
-        super().__init__(media_type="text/event-stream", headers=_HEADERS)
+        super().__init__()
         self._work = work
         self._ping = ping
         self._ping_s = ping_s
@@ -125,7 +130,7 @@ class EventResponse(Response):
         events.has_begun = True
         try:
             await self._send(
-                send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                send, {"type": "http.response.start", "status": 200, "headers": _HEADERS}
             )
             while not events.has_ended or data:
                 body = data or (b"" if events.has_ended else self._ping())

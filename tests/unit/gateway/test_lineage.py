@@ -160,6 +160,19 @@ async def test_side_requests_are_never_trained_whenever_they_come(messages, limi
     assert main.num_trained_tokens == len(sampled(CALL)) + len(sampled("done<|user|>"))
 
 
+async def test_a_title_that_a_later_window_quotes_stays_beside_the_work():
+    title = "How the word was found in the second archive"
+    client = Client(CALL, title, "done")
+    await client.ask([system("sys"), user("find it")])
+    await client.ask([system("You are a title generator."), user("find it")], ())
+    await client.ask([system("sys"), user(f"Continue «{title}».")])
+    assert story(client.segments()) == [
+        (EXEC, "main", 0, None),
+        (SIDE, "main", 0, 0),
+        (EXEC, "main", 1, 0),
+    ]
+
+
 async def test_a_chat_without_tools_is_work_where_nobody_has_tools():
     client = Client("one", "two")
     history = await client.ask([user("a")], ())
