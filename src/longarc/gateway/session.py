@@ -31,7 +31,7 @@ from longarc.gateway.openings import Openings
 from longarc.gateway.places import places
 from longarc.gateway.repeats import Repeats, request_digest
 from longarc.gateway.stops import cut_at_stop, first_stop
-from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
+from longarc.gateway.tree import Node, SessionTree, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
 from longarc.records.message import Message, Role, ToolSpec
@@ -261,7 +261,7 @@ class GatewaySession:
         parent, num_matched = self._tree.match(messages, keys)
         if self._forgets(messages[num_matched:], parent):
             parent, num_matched = None, 0
-        stored = self._tree.ids(parent)
+        stored, digest = self._tree.stored(parent)
         if parent is None:
             prompt = self._openings.prompt(messages, tools, thinking=thinks)
         else:
@@ -290,18 +290,21 @@ class GatewaySession:
         finally:
             self._meter.settle(granted)
         message, stop = self._message(completion, tools, options, start)
+        context_ids = prompt[len(stored) :]
+        digest.update(context_ids)
+        digest.update(completion.sampled_ids)
         node = Node(
             index=self.num_turns,
             parent=None if parent is None else parent.index,
             key=self._chain.add(keys[-1], message),
             num_messages=len(messages) + 1,
-            context_ids=prompt[len(stored) :],
+            context_ids=context_ids,
             sampled_ids=completion.sampled_ids,
             logprobs=completion.logprobs,
             version_runs=completion.version_runs,
             finish_reason=completion.finish_reason,
             message=message,
-            ids_digest=digest_ids(prompt + completion.sampled_ids),
+            ids_digest=digest.digest(),
             kept_ids=completion.kept_ids,
             serial=serial,
             request=request_digest(options, body=False) or b"",

@@ -65,7 +65,7 @@ class Node:
 
 def digest_ids(ids: "array[int]") -> bytes:
     """Return a digest of some ids."""
-    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(ids, digest_size=16).digest()
 
 
 def id_array(ids: Sequence[int] = ()) -> "array[int]":
@@ -144,24 +144,28 @@ class SessionTree:
         return any(step.message.reasoning for step in self.path(node))
 
     def ids(self, node: Node | None) -> "array[int]":
-        """Return all ids from the root to the end of a turn.
+        """Return all ids from the root to the end of a turn; see ``stored``."""
+        return self.stored(node)[0]
+
+    def stored(self, node: Node | None) -> "tuple[array[int], hashlib.blake2b]":
+        """Return all ids from the root to the end of a turn, and their digest, to be continued.
 
         Raises:
             ContractError: they are not the ids that the engine saw when the turn was sampled.
         """
-        path = self.path(node)
         ids = id_array()
-        for step in path:
+        for step in self.path(node):
             ids += step.context_ids
             ids += step.sampled_ids
-        if node is not None and digest_ids(ids) != node.ids_digest:
+        digest = hashlib.blake2b(ids, digest_size=16)
+        if node is not None and digest.digest() != node.ids_digest:
             raise ContractError(
                 f"session {self._session_id}: the {len(ids)} ids stored up to turn {node.index} are not "
-                f"those that the engine saw (digest {digest_ids(ids).hex()}, recorded "
+                f"those that the engine saw (digest {digest.hexdigest()}, recorded "
                 f"{node.ids_digest.hex()}). The session's tree or its turn log was altered: keep the "
                 f"log and report it"
             )
-        return ids
+        return ids, digest
 
     def add(self, node: Node) -> None:
         """Append a turn.
