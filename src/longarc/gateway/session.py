@@ -30,8 +30,13 @@ from longarc.gateway.keychain import KeyChain
 from longarc.gateway.openings import Openings
 from longarc.gateway.places import places
 from longarc.gateway.repeats import Repeats, request_digest
+<<<<<<< /tmp/lab/gsp/m.py
 from longarc.gateway.session_settings import SessionClosed, SessionSettings
+from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
+=======
+from longarc.gateway.stops import cut_at_stop, first_stop
 from longarc.gateway.tree import Node, SessionTree, id_array
+>>>>>>> /tmp/lab/gsp/s_c.py
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
@@ -246,6 +251,7 @@ class GatewaySession:
         """Sample the answer to a conversation and record it."""
         thinks = self._thinks(options)
         keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
+<<<<<<< /tmp/lab/gsp/m.py
         parent, num_matched = self._continued(messages, keys)
         stored = self._tree.ids(parent)
         prompt = self._prompt(messages, tools, parent, num_matched, thinking=thinks)
@@ -254,6 +260,17 @@ class GatewaySession:
             # A new array: the prompt of an opening is shared.
             prompt = prompt + id_array(opening)
         wanted = turn_sampling(self._settings, self._format, options, num_prompt_tokens=len(prompt))
+=======
+        parent, num_matched = self._tree.match(messages, keys)
+        if self._forgets(messages[num_matched:], parent):
+            parent, num_matched = None, 0
+        stored, digest = self._tree.stored(parent)
+        if parent is None:
+            prompt = self._openings.prompt(messages, tools, thinking=thinks)
+        else:
+            prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
+        wanted = self._turn_sampling(options, num_prompt_tokens=len(prompt))
+>>>>>>> /tmp/lab/gsp/s_c.py
         granted = self._meter.hold(wanted.max_new_tokens)
         serial = self._next_serial
         self._next_serial += 1
@@ -277,10 +294,16 @@ class GatewaySession:
             raise
         finally:
             self._meter.settle(granted)
+<<<<<<< /tmp/lab/gsp/m.py
         message, stop = turn_message(
             self._settings, self._format, completion, tools, options, start
         )
+=======
+        message, stop = self._message(completion, tools, options, start)
         context_ids = prompt[len(stored) :]
+        digest.update(context_ids)
+        digest.update(completion.sampled_ids)
+>>>>>>> /tmp/lab/gsp/s_c.py
         node = Node(
             index=self.num_turns,
             parent=None if parent is None else parent.index,
@@ -292,7 +315,7 @@ class GatewaySession:
             version_runs=completion.version_runs,
             finish_reason=completion.finish_reason,
             message=message,
-            ids_digest=self._tree.digest_after(parent, context_ids, completion.sampled_ids),
+            ids_digest=digest.digest(),
             kept_ids=completion.kept_ids,
             serial=serial,
             request=request_digest(options, body=False) or b"",

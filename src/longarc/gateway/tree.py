@@ -68,28 +68,6 @@ def digest_ids(ids: "array[int]") -> bytes:
     return hashlib.blake2b(ids, digest_size=16).digest()
 
 
-class _RunningDigest:
-    """The digest of all ids up to a turn, ready to go on, and a check sum that is quick to compute again."""
-
-    def __init__(self, ids: "array[int]") -> None:
-        self._hash = hashlib.blake2b(ids, digest_size=16)
-        self.checksum = zlib.crc32(ids)
-
-    def extended(self, *more: "array[int]") -> "_RunningDigest":
-        """Return the same of these and more ids."""
-        longer = _RunningDigest.__new__(_RunningDigest)
-        longer._hash = self._hash.copy()
-        longer.checksum = self.checksum
-        for ids in more:
-            longer._hash.update(ids)
-            longer.checksum = zlib.crc32(ids, longer.checksum)
-        return longer
-
-    def digest(self) -> bytes:
-        """Return the digest."""
-        return self._hash.digest()
-
-
 def id_array(ids: Sequence[int] = ()) -> "array[int]":
     """Return ids in four bytes each."""
     return array("I", ids)
@@ -105,9 +83,6 @@ class SessionTree:
         self._packed = b""
         self._num_nodes = 0
         self._num_bytes = 0
-        # Of the turn that most requests continue: a long conversation is not hashed anew for each of them.
-        self._tip: tuple[Node, _RunningDigest] | None = None
-        self._next: _RunningDigest | None = None
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -132,7 +107,6 @@ class SessionTree:
             # Of our own objects, in our own memory: nothing here is read from outside.
             self._packed = zlib.compress(pickle.dumps(self._nodes, pickle.HIGHEST_PROTOCOL), 1)
             self._nodes, self._by_key = [], {}
-            self._tip = self._next = None
 
     def _unpack(self) -> None:
         nodes: list[Node] = pickle.loads(zlib.decompress(self._packed))
@@ -170,38 +144,28 @@ class SessionTree:
         return any(step.message.reasoning for step in self.path(node))
 
     def ids(self, node: Node | None) -> "array[int]":
-        """Return all ids from the root to the end of a turn.
+        """Return all ids from the root to the end of a turn; see ``stored``."""
+        return self.stored(node)[0]
+
+    def stored(self, node: Node | None) -> "tuple[array[int], hashlib.blake2b]":
+        """Return all ids from the root to the end of a turn, and their digest, to be continued.
 
         Raises:
             ContractError: they are not the ids that the engine saw when the turn was sampled.
         """
-        path = self.path(node)
         ids = id_array()
-        for step in path:
+        for step in self.path(node):
             ids += step.context_ids
             ids += step.sampled_ids
-        if self._tip is not None and node is self._tip[0]:
-            # All of them were hashed when they were added; what may have changed since then, a check sum finds.
-            is_as_seen = zlib.crc32(ids) == self._tip[1].checksum
-        else:
-            is_as_seen = node is None or digest_ids(ids) == node.ids_digest
-        if node is not None and not is_as_seen:
+        digest = hashlib.blake2b(ids, digest_size=16)
+        if node is not None and digest.digest() != node.ids_digest:
             raise ContractError(
                 f"session {self._session_id}: the {len(ids)} ids stored up to turn {node.index} are not "
-                f"those that the engine saw (digest {digest_ids(ids).hex()}, recorded "
+                f"those that the engine saw (digest {digest.hexdigest()}, recorded "
                 f"{node.ids_digest.hex()}). The session's tree or its turn log was altered: keep the "
                 f"log and report it"
             )
-        return ids
-
-    def digest_after(self, node: Node | None, *added: "array[int]") -> bytes:
-        """Return the digest of all ids up to a turn and of those that follow it."""
-        if self._tip is not None and node is self._tip[0]:
-            running = self._tip[1]
-        else:
-            running = _RunningDigest(self.ids(node))
-        self._next = running.extended(*added)
-        return self._next.digest()
+        return ids, digest
 
     def add(self, node: Node) -> None:
         """Append a turn.
@@ -218,9 +182,6 @@ class SessionTree:
                 f"session {self._session_id}: turn {node.index} with parent {node.parent} cannot follow "
                 f"{len(self._nodes)} turns; turns are numbered from 0 without gaps, parents first"
             )
-        is_next = self._next is not None and self._next.digest() == node.ids_digest
-        self._tip = (node, self._next) if self._next is not None and is_next else None
-        self._next = None
         self._nodes.append(node)
         self._num_nodes += 1
         self._num_bytes += _num_bytes(node)
