@@ -4,12 +4,14 @@ What the gateway cannot do is refused by name; fields that do not change the ans
 are accepted.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from longarc.gateway.answers import Answer
 from longarc.gateway.dialect import (
@@ -25,6 +27,7 @@ from longarc.gateway.dialect import (
     event,
     refusal,
 )
+from longarc.gateway.reading import ReadHistory
 from longarc.gateway.streaming import Delta, DeltaKind
 from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import WireError, unsupported
@@ -201,10 +204,7 @@ class ChatCompletions:
 
     def read(self, body: bytes, around: Surroundings) -> "ChatCompletionsExchange":
         """Understand a request; see ``Dialect.read``."""
-        try:
-            asked = ChatCompletionsBody.model_validate_json(body)
-        except ValidationError as error:
-            raise refusal(error, body, self.name) from None
+        asked, messages = _read(body, around.history)
         check_extra(asked.model_extra, without_effect=_WITHOUT_EFFECT, only=_ONLY)
         includes_usage = asked.stream_options is not None and bool(
             asked.stream_options.include_usage
@@ -212,7 +212,7 @@ class ChatCompletions:
         if includes_usage and not asked.stream:
             raise unsupported("stream_options", {"include_usage": True}, "send it with stream=true")
         return ChatCompletionsExchange(
-            request=_request(asked),
+            request=_request(asked, messages),
             around=around,
             response_id=around.new_id("chatcmpl-"),
             wants_logprobs=bool(asked.logprobs),
@@ -325,12 +325,45 @@ class ChatCompletionsExchange:
         return {"content": content, "refusal": None}
 
 
-def _request(asked: ChatCompletionsBody) -> ChatRequest:
+def _read(body: bytes, history: ReadHistory) -> tuple[ChatCompletionsBody, tuple[Message, ...]]:
+    """Return a body without the messages that were read before, and all messages.
+
+    Raises:
+        WireError: 400, naming the field that is wrong.
+    """
+    raw = _json_or_none(body)
+    sent = raw.get("messages") if isinstance(raw, dict) else None
+    try:
+        if isinstance(raw, dict) and isinstance(sent, list) and (known := history.known(sent)):
+            with contextlib.suppress(ValidationError):
+                asked = ChatCompletionsBody.model_validate(raw | {"messages": sent[len(known) :]})
+                messages = known + tuple(map(_message, asked.messages))
+                history.keep(sent, messages)
+                return asked, messages
+        # Also where something is wrong: then its place is the one in the whole request.
+        asked = ChatCompletionsBody.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error, body, ChatCompletions.name) from None
+    messages = tuple(map(_message, asked.messages))
+    if isinstance(sent, list):
+        history.keep(sent, messages)
+    return asked, messages
+
+
+def _json_or_none(body: bytes) -> object:
+    try:
+        # The parser that pydantic has, so that a number or a text is the same whoever reads it.
+        return from_json(body)
+    except ValueError:
+        return None
+
+
+def _request(asked: ChatCompletionsBody, messages: tuple[Message, ...]) -> ChatRequest:
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     tools = tuple(_tool(tool.function) for tool in asked.tools or ())
     return ChatRequest(
         model=asked.model,
-        messages=tuple(_message(message) for message in asked.messages),
+        messages=messages,
         tools=tools,
         tool_choice=_tool_choice(asked.tool_choice),
         one_call=asked.parallel_tool_calls is False,

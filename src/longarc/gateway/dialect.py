@@ -12,13 +12,14 @@ beyond the answers it is given.
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from longarc.gateway.answers import Answer
+from longarc.gateway.reading import ReadHistory
 from longarc.gateway.streaming import Delta
 from longarc.gateway.turn_options import TurnStart
 from longarc.gateway.wire import MAX_SHOWN_CHARS, WireError, unsupported
@@ -82,6 +83,8 @@ class Surroundings:
     created_s: int
     new_id: Callable[[str], str] = lambda prefix: f"{prefix}{secrets.token_hex(12)}"
     """Makes an id that was never used before."""
+    history: ReadHistory = field(default_factory=ReadHistory)
+    """What the session's clients sent before."""
 
 
 class Exchange(Protocol):

@@ -29,14 +29,10 @@ from longarc.gateway.identity import next_key, without_billing
 from longarc.gateway.keychain import KeyChain
 from longarc.gateway.openings import Openings
 from longarc.gateway.places import places
+from longarc.gateway.reading import ReadHistory
 from longarc.gateway.repeats import Repeats, request_digest
-<<<<<<< /tmp/lab/gsp/m.py
 from longarc.gateway.session_settings import SessionClosed, SessionSettings
-from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
-=======
-from longarc.gateway.stops import cut_at_stop, first_stop
 from longarc.gateway.tree import Node, SessionTree, id_array
->>>>>>> /tmp/lab/gsp/s_c.py
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
@@ -74,6 +70,8 @@ class GatewaySession:
         self._on_used = on_used
         self._tree = SessionTree(settings.session_id)
         self._chain = KeyChain(openings)
+        self.history = ReadHistory()
+        """For the codecs of wire formats."""
         self._stopwatch = Stopwatch(clock)
         self._meter = BudgetMeter(settings.session_id, settings.budget, self._stopwatch)
         self._flights = Flights[Answer]()
@@ -180,7 +178,8 @@ class GatewaySession:
         thinks = self._settings.thinking if thinking is None else thinking
         keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
         parent, num_matched = self._continued(messages, keys)
-        return len(self._prompt(messages, tools, parent, num_matched, thinking=thinks))
+        stored = self._tree.ids(parent)
+        return len(self._prompt(messages, tools, parent, num_matched, stored, thinking=thinks))
 
     def segments(self) -> tuple[Segment, ...]:
         """Everything the engine saw and sampled, one segment per branch; also after closing."""
@@ -220,6 +219,7 @@ class GatewaySession:
         if not self.is_running:
             self._tree.rest()
             self._chain.forget()
+            self.history.forget()
 
     async def close(self) -> None:
         """Revoke the session; running and later calls raise ``SessionClosed``. Closing twice is allowed."""
@@ -251,26 +251,14 @@ class GatewaySession:
         """Sample the answer to a conversation and record it."""
         thinks = self._thinks(options)
         keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
-<<<<<<< /tmp/lab/gsp/m.py
         parent, num_matched = self._continued(messages, keys)
-        stored = self._tree.ids(parent)
-        prompt = self._prompt(messages, tools, parent, num_matched, thinking=thinks)
+        stored, digest = self._tree.stored(parent)
+        prompt = self._prompt(messages, tools, parent, num_matched, stored, thinking=thinks)
         opening = opening_ids(self._format, options, thinking=thinks)
         if opening:
             # A new array: the prompt of an opening is shared.
             prompt = prompt + id_array(opening)
         wanted = turn_sampling(self._settings, self._format, options, num_prompt_tokens=len(prompt))
-=======
-        parent, num_matched = self._tree.match(messages, keys)
-        if self._forgets(messages[num_matched:], parent):
-            parent, num_matched = None, 0
-        stored, digest = self._tree.stored(parent)
-        if parent is None:
-            prompt = self._openings.prompt(messages, tools, thinking=thinks)
-        else:
-            prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
-        wanted = self._turn_sampling(options, num_prompt_tokens=len(prompt))
->>>>>>> /tmp/lab/gsp/s_c.py
         granted = self._meter.hold(wanted.max_new_tokens)
         serial = self._next_serial
         self._next_serial += 1
@@ -294,16 +282,12 @@ class GatewaySession:
             raise
         finally:
             self._meter.settle(granted)
-<<<<<<< /tmp/lab/gsp/m.py
         message, stop = turn_message(
             self._settings, self._format, completion, tools, options, start
         )
-=======
-        message, stop = self._message(completion, tools, options, start)
         context_ids = prompt[len(stored) :]
         digest.update(context_ids)
         digest.update(completion.sampled_ids)
->>>>>>> /tmp/lab/gsp/s_c.py
         node = Node(
             index=self.num_turns,
             parent=None if parent is None else parent.index,
@@ -322,7 +306,7 @@ class GatewaySession:
             body=options.body_digest or b"",
             asked=self._asked(messages[num_matched:], tools, options, parent),
         )
-        self._record(node)
+        self._record(node, digest)
         return Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
 
     def _continued(
@@ -340,20 +324,19 @@ class GatewaySession:
         tools: Sequence[ToolSpec],
         parent: Node | None,
         num_matched: int,
+        stored: "array[int]",
         *,
         thinking: bool,
     ) -> "array[int]":
         if parent is None:
             return self._openings.prompt(messages, tools, thinking=thinking)
-        return self._tree.ids(parent) + self._tail(
-            messages[num_matched:], parent, thinking=thinking
-        )
+        return stored + self._tail(messages[num_matched:], parent, thinking=thinking)
 
-    def _record(self, node: Node) -> None:
+    def _record(self, node: Node, digest: "hashlib.blake2b") -> None:
         """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
         if self._turn_log is not None:
             self._turn_log(self._settings.session_id, node.index, encode_turn(node))
-        self._tree.add(node)
+        self._tree.add(node, digest)
         self._meter.add_turn(len(node.sampled_ids))
         self._repeats.add(node)
         self._on_used(self)

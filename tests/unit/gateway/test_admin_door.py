@@ -38,9 +38,7 @@ async def door(engine: FakeEngine, directory: Path) -> AsyncIterator[httpx.Async
     app = build_app(gateway, sessions)
     ticks = iter(range(1000))
     meter = Meter(app, clock=lambda: next(ticks) / 1000)
-    app.router.routes.extend(
-        AdminDoor(gateway, sessions, SPEC, meter, admin_key="admin").routes()
-    )
+    app.router.routes.extend(AdminDoor(gateway, sessions, SPEC, meter, admin_key="admin").routes())
     transport = httpx.ASGITransport(meter)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         yield client
@@ -70,9 +68,7 @@ async def test_a_minted_key_opens_a_session_whose_segments_are_lines_of_json(tmp
     ]
     assert sampled_ids == DONE
     assert segment["train_mask"].count(True) == len(DONE)
-    assert listed.json() == {
-        "sessions": [{"session_id": "run-1", "is_open": True, "num_turns": 1}]
-    }
+    assert listed.json() == {"sessions": [{"session_id": "run-1", "is_open": True, "num_turns": 1}]}
 
 
 async def test_a_revoked_key_is_refused_and_its_turns_go_when_they_are_told_to(tmp_path):
@@ -172,7 +168,9 @@ async def test_metrics_count_by_route_and_status_and_name_no_key(tmp_path):
         session = await minted(client)
         await client.post(f"{session['base_url']}/chat/completions", json=CHAT)
         await client.post("/s/guessed-key/v1/chat/completions", json=CHAT)
-        await client.get("/v1/models/some-name", headers={"authorization": f"Bearer {session['key']}"})
+        await client.get(
+            "/v1/models/some-name", headers={"authorization": f"Bearer {session['key']}"}
+        )
         page = (await client.get("/metrics")).text
     assert 'longarc_gateway_requests_total{route="chat/completions",status="200"} 1' in page
     assert 'longarc_gateway_requests_total{route="chat/completions",status="404"} 1' in page
