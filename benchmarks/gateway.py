@@ -414,7 +414,7 @@ def _parts(bench: Bench, stack: contextlib.ExitStack) -> None:
                 stack.enter_context(_litellm(bench, python)),
             ]
         else:
-            print(f"  no peers: {python} is missing (make gateway-peers)")
+            print(f"  no peers: {python} is missing (make gateways)")
         _rate_rows(bench, peers, ours)
     if "large" in arguments.parts:
         used = _large(bench, ours)
