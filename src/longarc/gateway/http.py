@@ -10,6 +10,7 @@ hangs up cancels its request in the engine, and nothing of it is recorded.
 """
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 import orjson
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -35,6 +37,7 @@ from longarc.errors import (
 from longarc.gateway.access import Access
 from longarc.gateway.chat_completions import ChatRequest, read_request, write_response
 from longarc.gateway.core import Gateway
+from longarc.gateway.lineage import read_lineage
 from longarc.gateway.session import GatewaySession, SessionClosed
 from longarc.gateway.turn_options import TurnOptions
 from longarc.gateway.wire import WireError, busy, not_found, unknown_model
@@ -108,7 +111,7 @@ class _Door:
         try:
             session = self._session(request)
             body = await _body(request, max_bytes=self._settings.max_body_bytes)
-            work = self._answered(session, body, is_retry=_is_retry(request))
+            work = self._answered(session, body, request.headers)
             return await _until_hang_up(request, work)
         except WireError as error:
             return _error(error)
@@ -157,11 +160,11 @@ class _Door:
             path_key=request.path_params.get("key"), bearer=_shown_key(request)
         )
 
-    async def _answered(self, session: GatewaySession, body: bytes, *, is_retry: bool) -> Response:
+    async def _answered(self, session: GatewaySession, body: bytes, headers: Headers) -> Response:
         """Answer a body; whatever goes wrong becomes a response."""
         try:
             with boundary(ContractError, "answering a chat completion"):
-                return _json(await self._complete(session, body, is_retry=is_retry))
+                return _json(await self._complete(session, body, _claims(headers, body)))
         except WireError as error:
             return _error(error)
         except LongArcError as error:
@@ -170,7 +173,7 @@ class _Door:
             return _error(_as_wire(error))
 
     async def _complete(
-        self, session: GatewaySession, body: bytes, *, is_retry: bool
+        self, session: GatewaySession, body: bytes, claims: TurnOptions
     ) -> dict[str, Any]:
         chat = read_request(body)
         if not self._settings.takes_other_models and chat.model not in self._settings.models:
@@ -179,12 +182,12 @@ class _Door:
             answer = await session.answer(
                 chat.messages,
                 tools=chat.tools,
-                options=TurnOptions(
+                options=replace(
+                    claims,
                     max_new_tokens=chat.max_new_tokens,
                     tool_choice=chat.tool_choice,
                     sampling=self._sampling(session, chat),
                     thinking=chat.thinking if self._settings.honours_sampling else None,
-                    is_retry=is_retry,
                 ),
             )
         except ContextExhausted as error:
@@ -225,9 +228,15 @@ def _shown_key(request: Request) -> str | None:
     return request.headers.get("x-api-key") or None
 
 
-def _is_retry(request: Request) -> bool:
-    """Whether the client says that it sends this again (the SDKs count their retries in a header)."""
-    return request.headers.get("x-stainless-retry-count", "0") != "0"
+def _claims(headers: Headers, body: bytes) -> TurnOptions:
+    """Return what the headers of a request say of it, in any dialect."""
+    return TurnOptions(
+        lineage=read_lineage(headers),
+        idempotency_key=headers.get("idempotency-key") or None,
+        body_digest=hashlib.blake2b(body, digest_size=16).digest(),
+        # The SDKs count their retries in a header.
+        is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+    )
 
 
 async def _body(request: Request, *, max_bytes: int) -> bytes:
