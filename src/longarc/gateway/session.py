@@ -39,7 +39,7 @@ from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
 from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, Engine
 from longarc.records.sampling import Sampling
-from longarc.records.segment import Segment
+from longarc.records.segment import Segment, SegmentKind
 from longarc.records.turn import Turn
 from longarc.tokens.chat_format import ChatFormat
 
@@ -188,6 +188,15 @@ class GatewaySession:
     def turns(self) -> tuple[Turn, ...]:
         """What was said and answered, turn by turn, where clients own their contexts; also after closing."""
         return turns_of(self._tree, places(self._tree.nodes, self._settings.rules))
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the main agent's newest conversation, where clients own their contexts."""
+        placed = places(self._tree.nodes, self._settings.rules)
+        for node, place in zip(reversed(self._tree.nodes), reversed(placed), strict=True):
+            is_main = place.parent_agent_id is None and place.kind is SegmentKind.EXEC
+            if node.asked is not None and node.parent is None and is_main:
+                return node.asked.tools
+        return ()
 
     def payloads(self) -> tuple[bytes, ...]:
         """The turn log of the session, as it was or would have been written."""
