@@ -36,6 +36,7 @@ from longarc.gateway.access import Access
 from longarc.gateway.chat_completions import ChatRequest, read_request, write_response
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession, SessionClosed
+from longarc.gateway.turn_options import TurnOptions
 from longarc.gateway.wire import WireError, busy, not_found, unknown_model
 from longarc.records.ports import ContextExhausted
 from longarc.records.sampling import Sampling
@@ -178,11 +179,13 @@ class _Door:
             answer = await session.answer(
                 chat.messages,
                 tools=chat.tools,
-                max_new_tokens=chat.max_new_tokens,
-                tool_choice=chat.tool_choice,
-                sampling=self._sampling(session, chat),
-                thinking=chat.thinking if self._settings.honours_sampling else None,
-                is_retry=is_retry,
+                options=TurnOptions(
+                    max_new_tokens=chat.max_new_tokens,
+                    tool_choice=chat.tool_choice,
+                    sampling=self._sampling(session, chat),
+                    thinking=chat.thinking if self._settings.honours_sampling else None,
+                    is_retry=is_retry,
+                ),
             )
         except ContextExhausted as error:
             raise WireError(

@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from longarc.errors import ConfigError, ContractError, RolloutError
 from longarc.gateway.completion import Completion, collect
@@ -22,11 +22,14 @@ from longarc.gateway.identity import next_key
 from longarc.gateway.openings import Openings
 from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
+from longarc.gateway.turn_options import OnPiece, TurnOptions
 from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
 from longarc.tokens.chat_format import ChatFormat
+
+_DEFAULTS: Final = TurnOptions()
 
 
 class SessionClosed(RolloutError):  # noqa: N818 - a state of the session
@@ -108,7 +111,8 @@ class GatewaySession:
         max_new_tokens: int | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
-        answer = await self.answer(messages, tools=tools, max_new_tokens=max_new_tokens)
+        options = TurnOptions(max_new_tokens=max_new_tokens)
+        answer = await self.answer(messages, tools=tools, options=options)
         return answer.turn
 
     async def answer(
@@ -116,38 +120,31 @@ class GatewaySession:
         messages: Sequence[Message],
         *,
         tools: Sequence[ToolSpec] = (),
-        max_new_tokens: int | None = None,
-        tool_choice: Literal["auto", "none"] = "auto",
-        sampling: Sampling | None = None,
-        thinking: bool | None = None,
-        is_retry: bool = False,
+        options: TurnOptions = _DEFAULTS,
     ) -> Answer:
         """Answer a conversation.
 
         Args:
             messages: the whole conversation.
             tools: the tools of the prompt.
-            max_new_tokens: lowers the session's budget for this turn.
-            tool_choice: ``none`` keeps the tools in the prompt, so that its ids stay the same, and
-                leaves calls out of the answer.
-            sampling: replaces the session's distribution for this turn, its seed taken as it is.
-            thinking: replaces the session's choice for this turn.
-            is_retry: the client asks again because it saw no answer; if the newest turn answers this
-                conversation, it is returned and nothing is sampled twice.
+            options: how this turn differs from the session's others.
 
         Raises:
-            ContextExhausted: there is no room for another turn.
+            ContextExhausted: there is no room for another turn, or (``BudgetExhausted``) no budget.
             SessionClosed: the session was closed, perhaps while the engine was sampling.
             EngineError: the engine failed; nothing was recorded.
             ContractError: stored ids are not what the engine saw.
-            ConfigError: there is no message, or the budget is not positive.
+            ConfigError: there is no message, or the budget of the turn is not positive.
         """
         self._check_open()
         if not messages:
             raise ConfigError("a conversation needs at least one message, got none")
-        thinks = self._settings.thinking if thinking is None else thinking
+        thinks = self._settings.thinking if options.thinking is None else options.thinking
         keys = self._keys(messages, tuple(tools), thinking=thinks)
-        if is_retry and (repeated := self._newest_answer_to(messages, keys[-1])) is not None:
+        if (
+            options.is_retry
+            and (repeated := self._newest_answer_to(messages, keys[-1])) is not None
+        ):
             return repeated
         parent, num_matched = self._tree.match(messages, keys)
         if self._forgets(messages[num_matched:], parent):
@@ -157,10 +154,10 @@ class GatewaySession:
             prompt = self._openings.prompt(messages, tools, thinking=thinks)
         else:
             prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
-        wanted = self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt))
-        completion = await self._sample(prompt, wanted)
+        wanted = self._turn_sampling(options, num_prompt_tokens=len(prompt))
+        completion = await self._sample(prompt, wanted, options.on_piece)
         message = self._message(
-            completion, tools, thinking=thinks, keeps_calls=tool_choice == "auto"
+            completion, tools, thinking=thinks, keeps_calls=options.tool_choice == "auto"
         )
         key = next_key(keys[-1], message)
         node = Node(
@@ -278,7 +275,9 @@ class GatewaySession:
             self._format.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
         )
 
-    async def _sample(self, prompt: "array[int]", sampling: Sampling) -> Completion:
+    async def _sample(
+        self, prompt: "array[int]", sampling: Sampling, on_piece: OnPiece | None
+    ) -> Completion:
         self._num_running += 1
         try:
             completion = await collect(
@@ -287,18 +286,18 @@ class GatewaySession:
                 sampling,
                 session_id=self._settings.session_id,
                 check=self._check_open,
+                on_piece=on_piece,
             )
         finally:
             self._num_running -= 1
         self._check_open()
         return completion
 
-    def _turn_sampling(
-        self, sampling: Sampling | None, max_new_tokens: int | None, *, num_prompt_tokens: int
-    ) -> Sampling:
+    def _turn_sampling(self, options: TurnOptions, *, num_prompt_tokens: int) -> Sampling:
         """Return this turn's distribution and budget: what was asked for, as far as the context goes."""
-        seed = self._settings.sampling.seed if sampling is None else None
-        sampling = sampling or self._settings.sampling
+        seed = self._settings.sampling.seed if options.sampling is None else None
+        sampling = options.sampling or self._settings.sampling
+        max_new_tokens = options.max_new_tokens
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, or None")
         wanted = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
@@ -313,10 +312,15 @@ class GatewaySession:
         if seed is not None:
             # Requests in flight count, or two of them would sample the same answer.
             seed = _turn_seed(seed, self.num_turns + self._num_running)
+        if options.seed is not None:
+            seed = options.seed
+        interval = sampling.stream_interval_tokens
         return replace(
             sampling,
             max_new_tokens=min(wanted, room),
             stop_ids=tuple(dict.fromkeys((*self._format.stop_ids, *sampling.stop_ids))),
+            stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *options.stop))),
+            stream_interval_tokens=options.stream_interval_tokens if options.on_piece else interval,
             seed=sampling.seed if seed is None else seed,
         )
 

@@ -1,0 +1,42 @@
+"""What a door may ask of one turn besides the conversation itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from longarc.records.lineage import Lineage
+from longarc.records.sampling import SampledTokens, Sampling
+
+OnPiece: TypeAlias = Callable[[SampledTokens], None]
+"""Called with each piece of a completion in order, while it is sampled; raising ends the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnOptions:
+    """How one turn is to be answered; the defaults are those of the session."""
+
+    max_new_tokens: int | None = None
+    """Lowers the session's budget for this turn [tokens]."""
+    tool_choice: Literal["auto", "none"] = "auto"
+    """``none`` keeps the tools in the prompt, so that its ids stay the same, and leaves calls out of the answer."""
+    sampling: Sampling | None = None
+    """Replaces the session's distribution for this turn, its seed taken as it is."""
+    seed: int | None = None
+    """Replaces the seed of this turn, whatever the distribution."""
+    thinking: bool | None = None
+    """Replaces the session's choice for this turn."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; the tokens that spell one are kept and trained, the answer is cut before it."""
+    lineage: Lineage | None = None
+    """What the client says of its agent; None for a client that does not own its context."""
+    idempotency_key: str | None = None
+    """Requests of a session with one key are one request: the first is sampled, the others get its tokens."""
+    body_digest: bytes | None = None
+    """Digest of the whole request; one equal to it counts as its repetition while it runs, and for the session's
+    ``repeat_window_s`` afterwards. None where equal requests are different ones."""
+    is_retry: bool = False
+    """The client asks again because it saw no answer; a turn that answers this conversation is returned."""
+    on_piece: OnPiece | None = None
+    """Gets what is sampled while it is sampled. A turn that is repeated is handed over in one piece."""
+    stream_interval_tokens: int = 1
+    """Tokens between two pieces, where ``on_piece`` is set [tokens]."""
