@@ -27,7 +27,7 @@ from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
-from longarc.tokens.chat_format import ChatFormat
+from longarc.tokens.chat_format import ChatFormat, StoredTurn
 
 _DEFAULTS: Final = TurnOptions()
 
@@ -150,10 +150,17 @@ class GatewaySession:
         if self._forgets(messages[num_matched:], parent):
             parent = None
         stored = self._tree.ids(parent)
-        if parent is None:
+        tail = None
+        if parent is not None:
+            history = self._tree.as_answered(messages, keys)
+            tail = self._tail(history, num_matched, parent, stored, tools, thinking=thinks)
+            if tail is None:
+                # The format would show the stored turns otherwise: what it shows becomes a branch of its own.
+                parent, messages, stored = None, history, id_array()
+        if tail is None:
             prompt = self._openings.prompt(messages, tools, thinking=thinks)
         else:
-            prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
+            prompt = stored + tail
         wanted = self._turn_sampling(options, num_prompt_tokens=len(prompt))
         completion = await self._sample(prompt, wanted, options.on_piece)
         message = self._message(
@@ -268,12 +275,26 @@ class GatewaySession:
             and self._tree.has_reasoning(parent)
         )
 
-    def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
-        last_id = parent.sampled_ids[-1]
-        stop_id = last_id if last_id in self._format.stop_ids else None
-        return id_array(
-            self._format.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
+    def _tail(
+        self,
+        messages: Sequence[Message],
+        num_matched: int,
+        parent: Node,
+        stored: "array[int]",
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+    ) -> "array[int] | None":
+        """Return the ids behind a stored turn; None where the format cannot continue it as it stands."""
+        turn = StoredTurn(
+            prompt_ids=stored[: len(stored) - len(parent.sampled_ids)],
+            sampled_ids=parent.sampled_ids,
+            messages=messages[:num_matched],
+            tools=tools,
+            clear_thinking=self._settings.clear_thinking,
         )
+        tail = self._format.tail_after(turn, messages[num_matched:], thinking=thinking)
+        return None if tail is None else id_array(tail)
 
     async def _sample(
         self, prompt: "array[int]", sampling: Sampling, on_piece: OnPiece | None

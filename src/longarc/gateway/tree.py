@@ -97,6 +97,15 @@ class SessionTree:
                 return False
         return True
 
+    def as_answered(self, messages: Sequence[Message], keys: Sequence[bytes]) -> list[Message]:
+        """Return a conversation with its answers as they were given, reasoning that the client left out included."""
+        answered = list(messages)
+        for position, message in enumerate(messages):
+            if message.role is Role.ASSISTANT and not message.reasoning:
+                for node in self._by_key.get(keys[position], ()):
+                    answered[position] = node.message
+        return answered
+
     def has_reasoning(self, node: Node | None) -> bool:
         """Whether any turn from the root to this one holds reasoning."""
         return any(step.message.reasoning for step in self._path(node))

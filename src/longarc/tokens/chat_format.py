@@ -7,12 +7,15 @@ Not every format only ever grows: where the history would read otherwise, ``tail
 conversation goes on as a new branch with its real prompt.
 """
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from longarc.records.message import Message, ToolSpec
 from longarc.tokens.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,33 @@ class ChatFormat(Protocol):
             call_id_prefix: the n-th call gets the id ``{prefix}_{n}``.
         """
         ...
+
+
+class Rewrites:
+    """Stored turns that a format could not continue: counted, and the first one said in the log."""
+
+    def __init__(self, format_name: str) -> None:
+        self._format_name = format_name
+        self.num = 0
+        """How many there were [turns]."""
+        self.first_reason = ""
+        """Why, the first time."""
+
+    def add(self, reason: str) -> None:
+        """Note one."""
+        self.num += 1
+        if self.num == 1:
+            self.first_reason = reason
+            _log.warning("%s", self.explain())
+
+    def explain(self) -> str:
+        """Return what happened, for people; empty where nothing did."""
+        if not self.num:
+            return ""
+        return (
+            f"chat format {self._format_name} does not always continue a conversation as it stood "
+            f"({self.first_reason}); such turns get their whole prompt anew, in a segment of its own"
+        )
 
 
 class TokenWriter:

@@ -13,7 +13,7 @@ from longarc.tokens.arguments import argument_schemas, argument_value
 from longarc.tokens.chat_format import ParsedTurn
 from longarc.tokens.tokenizer import Tokenizer
 
-_TAGS: Final = (
+TAGS: Final = (
     "<think>",
     "</think>",
     "<tool_call>",
@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
     is_tag: bool
 
 
-_TAG_PIECE: Final = {tag: _Piece(tag, True) for tag in _TAGS}
+_TAG_PIECE: Final = {tag: _Piece(tag, True) for tag in TAGS}
 _THINK, _END_THINK = _TAG_PIECE["<think>"], _TAG_PIECE["</think>"]
 _CALL, _END_CALL = _TAG_PIECE["<tool_call>"], _TAG_PIECE["</tool_call>"]
 
@@ -53,7 +53,7 @@ class GlmParser:
         self._tokenizer = tokenizer
         self._strips_reasoning = strips_reasoning
         self._model_opens_thinking = model_opens_thinking
-        self._tag_of_id = {tokenizer.special_id(tag): _TAG_PIECE[tag] for tag in _TAGS}
+        self._tag_of_id = {tokenizer.special_id(tag): _TAG_PIECE[tag] for tag in TAGS}
 
     def parse(
         self,
