@@ -115,9 +115,7 @@ def test_a_tail_is_what_a_whole_render_adds_or_it_is_refused(source, messages, t
     tail = chat_format.tail_after(turn, replies, thinking=thinking)
     grows = whole[: len(prompt)] == prompt
     if tail is None:
-        # What was refused: something before the answer changed, or a part of the answer is gone.
-        text = chat_format.tokenizer.decode(whole, keep_special=True)
-        assert not grows or (messages[-1].reasoning or "") not in text or source != GROWING
+        assert not grows or source != GROWING, "what grows is continued"
         return
     assert grows
     assert whole[-len(tail) :] == tail, "the tail is the end of what the model would be shown"

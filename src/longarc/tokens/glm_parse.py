@@ -119,7 +119,7 @@ class GlmParser:
             if not is_expected:
                 problems.append("<think> although the prompt already decided about thinking")
             pieces = pieces[tail + 1 :]
-        elif not thinking or is_expected:
+        elif not thinking or (is_expected and _END_THINK not in pieces):
             return None, pieces
         end = pieces.index(_END_THINK) if _END_THINK in pieces else len(pieces)
         if end == len(pieces):

@@ -11,6 +11,7 @@ Source: renderers 0.1.12, ``renderers.base`` (names of methods and fields).
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol, runtime_checkable
 
 from longarc.errors import ConfigError, boundary
@@ -164,7 +165,7 @@ class RendererFormat:
             )
         ]
         if not add_generation_prompt and messages and messages[-1].role is Role.ASSISTANT:
-            end = self._end_of_turn(renderer, messages, wire_tools, ids)
+            end = self._end_of_turn(renderer, messages[-1], wire_tools, ids)
             ids += end
             mask += [len(messages) - 1 in owners] * len(end)
         return RenderedChat(token_ids=tuple(ids), train_mask=tuple(mask))
@@ -240,24 +241,26 @@ class RendererFormat:
         return variant
 
     def _end_of_turn(
-        self,
-        renderer: Renderer,
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        ids: list[int],
+        self, renderer: Renderer, last: Message, tools: list[Any] | None, ids: list[int]
     ) -> list[int]:
-        """Return the id that ends the last answer, where the next message would bring it."""
-        trailing = ids[-2:]
-        if any(token_id in self._stop_ids for token_id in trailing):
+        """Return the id that ends the last answer, where only the next message would bring it."""
+        if any(token_id in self._stop_ids for token_id in ids[-2:]):
             return []
-        calls = messages[-1].tool_calls
-        role = Role.TOOL if calls else Role.USER
-        reply = Message(role=role, content="", tool_call_id=calls[0].id if calls else None)
-        longer = [*messages, reply]
+        # A conversation of its own, in which no later question makes the Renderer forget anything.
+        question = Message(role=Role.USER, content="q")
+        calls = last.tool_calls
+        reply = Message(
+            role=Role.TOOL if calls else Role.USER,
+            content="",
+            tool_call_id=calls[0].id if calls else None,
+        )
+        short = [question, replace(last, reasoning=None)]
         with boundary(ConfigError, f"{self.name} refuses this conversation"):
-            rendered = list(renderer.render(_wire(longer, longer), tools=tools).token_ids)
-        follows = rendered[len(ids) : len(ids) + 1]
-        return follows if follows and follows[0] in self._stop_ids else []
+            before, after = (
+                list(renderer.render(_wire(conversation, short), tools=tools).token_ids)
+                for conversation in (short, [*short, reply])
+            )
+        return [i for i in after[len(before) : len(before) + 1] if i in self._stop_ids]
 
 
 def _wire(messages: Sequence[Message], history: Sequence[Message]) -> list[dict[str, Any]]:
