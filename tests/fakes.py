@@ -45,6 +45,8 @@ class FakeEngine:
     """Called with (request index, piece index) before each piece; may raise."""
     requests: list[EngineRequest] = field(default_factory=list)
     num_cancelled: int = 0
+    yields: bool = False
+    """Lets other tasks run before each piece, so that requests overlap."""
 
     def __post_init__(self) -> None:
         self._script = iter(self.completions)
@@ -64,6 +66,8 @@ class FakeEngine:
         is_done = False
         try:
             for piece, start in enumerate(range(0, len(ids), self.piece_tokens)):
+                if self.yields:
+                    await asyncio.sleep(0)
                 if self.before_piece is not None:
                     self.before_piece(request, piece)
                 part = ids[start : start + self.piece_tokens]

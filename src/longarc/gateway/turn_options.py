@@ -7,8 +7,21 @@ from typing import Literal, TypeAlias
 from longarc.records.lineage import Lineage
 from longarc.records.sampling import SampledTokens, Sampling
 
-OnPiece: TypeAlias = Callable[[SampledTokens], None]
-"""Called with each piece of a completion in order, while it is sampled; raising ends the turn."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStart:
+    """What is known of a turn before its first token."""
+
+    num_prompt_tokens: int
+    call_id_prefix: str
+    """The n-th call of the answer gets the id ``{prefix}_{n}``."""
+    thinking: bool
+    """Whether the answer begins with reasoning."""
+
+
+OnProgress: TypeAlias = Callable[[TurnStart | SampledTokens], None]
+"""Called with the start of a turn and then with each piece of its completion, in order, while it is sampled;
+raising ends the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +49,7 @@ class TurnOptions:
     ``repeat_window_s`` afterwards. None where equal requests are different ones."""
     is_retry: bool = False
     """The client asks again because it saw no answer; a turn that answers this conversation is returned."""
-    on_piece: OnPiece | None = None
+    on_progress: OnProgress | None = None
     """Gets what is sampled while it is sampled. A turn that is repeated is handed over in one piece."""
     stream_interval_tokens: int = 1
-    """Tokens between two pieces, where ``on_piece`` is set [tokens]."""
+    """Tokens between two pieces, where ``on_progress`` is set [tokens]."""
