@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from longarc.errors import ConfigError, ContractError, RolloutError
 from longarc.gateway.answers import pieces_of, turn_of, turn_seed
@@ -29,14 +29,15 @@ from longarc.gateway.identity import next_key, without_billing
 from longarc.gateway.keychain import KeyChain
 from longarc.gateway.openings import Openings
 from longarc.gateway.places import places
-from longarc.gateway.prompts import Prompts
+from longarc.gateway.prompts import Prompt, Prompts
 from longarc.gateway.repeats import Repeats, request_digest
 from longarc.gateway.stops import cut_at_stop, first_stop
 from longarc.gateway.tree import Node, SessionTree, digest_ids
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
-from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
+from longarc.records.ports import AssistantTurn, ContextExhausted, ContextUse, Engine
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
 from longarc.records.turn import Turn
@@ -149,11 +150,22 @@ class GatewaySession:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
-        options = TurnOptions(max_new_tokens=max_new_tokens)
+        options = TurnOptions(
+            max_new_tokens=max_new_tokens, tool_choice=tool_choice, lineage=lineage
+        )
         answer = await self.answer(messages, tools=tools, options=options)
         return answer.turn
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        """Say how full the context would be; see ``PolicyClient.context_use``."""
+        built, _ = self._built(without_billing(messages), tools, self._settings.thinking)
+        return ContextUse(num_tokens=len(built.ids), max_tokens=self._settings.max_context_tokens)
 
     async def answer(
         self,
@@ -260,11 +272,7 @@ class GatewaySession:
     ) -> Answer:
         """Sample the answer to a conversation and record it."""
         thinks = self._thinks(options)
-        keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
-        parent, num_matched = self._tree.match(messages, keys)
-        if self._forgets(messages[num_matched:], parent):
-            parent, num_matched = None, 0
-        built = self._prompts.build(messages, keys, tools, (parent, num_matched), thinking=thinks)
+        built, keys = self._built(messages, tools, thinks)
         parent, prompt = built.parent, built.ids
         wanted = self._turn_sampling(options, num_prompt_tokens=len(prompt))
         granted = self._meter.hold(wanted.max_new_tokens)
@@ -310,6 +318,17 @@ class GatewaySession:
         )
         self._record(node)
         return Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
+
+    def _built(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], thinking: bool
+    ) -> tuple[Prompt, Sequence[bytes]]:
+        """Return the prompt of a conversation and the identities of its messages."""
+        keys = self._chain.keys(messages, tuple(tools), thinking=thinking)
+        parent, num_matched = self._tree.match(messages, keys)
+        if self._forgets(messages[num_matched:], parent):
+            parent, num_matched = None, 0
+        matched = (parent, num_matched)
+        return self._prompts.build(messages, keys, tools, matched, thinking=thinking), keys
 
     def _record(self, node: Node) -> None:
         """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
