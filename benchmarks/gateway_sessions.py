@@ -192,7 +192,9 @@ def main() -> int:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=positive, default=512)
-    return asyncio.run(measure(parser.parse_args().sessions))
+    parser.add_argument("--quick", action="store_true", help="32 sessions")
+    arguments = parser.parse_args()
+    return asyncio.run(measure(32 if arguments.quick else arguments.sessions))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ADMIN_KEY = "LONGARC_ADMIN_KEY"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    from longarc.config.tokenizer import FORMAT_NAMES
+    from longarc.config.format_names import FORMAT_NAMES
 
     parser.add_argument("model", type=Path, metavar="MODEL", help="directory with tokenizer.json")
     parser.add_argument(
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chat_format(text: str) -> str:
-    from longarc.config.tokenizer import format_name
+    from longarc.config.format_names import format_name
 
     try:
         return format_name(text)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from longarc.config.format_names import FORMAT_NAMES
 from longarc.config.load_object import load_object
-from longarc.config.tokenizer import FORMAT_NAMES
 from longarc.errors import ConfigError, boundary
 from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.chatml import ChatMlFormat

@@ -5,7 +5,8 @@ import datetime
 import pytest
 from pydantic import ValidationError
 
-from longarc.config.tokenizer import FORMAT_NAMES, TokenizerConfig
+from longarc.config.format_names import FORMAT_NAMES
+from longarc.config.tokenizer import TokenizerConfig
 
 
 @pytest.mark.parametrize("name", [*FORMAT_NAMES, "my.formats:Own"])
