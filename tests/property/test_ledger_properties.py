@@ -1,4 +1,5 @@
 import itertools
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,8 +11,10 @@ from longarc.records.message import Message, Role, ToolCall
 from longarc.records.outcome import Disposition
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.trajectory import Trajectory
+from longarc.records.turn import Turn
 from longarc.runs.codec import trajectory_body, trajectory_from_body
 from longarc.runs.ledger import Ledger
+from longarc.runs.record_json import to_json_line, trajectory_from_json, trajectory_to_json
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Hundreds of ledgers are made here; what is tested does not depend on a disk."""
@@ -47,6 +50,8 @@ def any_segment(draw):
         order=draw(st.integers(0, 9)),
         parent=draw(st.none() | st.integers(0, 9)),
         agent_id=draw(st.text()),
+        parent_agent_id=draw(st.none() | st.text()),
+        window=draw(st.integers(0, 9)),
     )
 
 
@@ -65,6 +70,19 @@ messages = st.builds(
 )
 
 
+turns = st.builds(
+    Turn,
+    segment_order=st.integers(0, 9),
+    start=st.integers(0, 99),
+    num_sampled=st.integers(0, 99),
+    parent=st.none() | st.integers(0, 9),
+    said=st.lists(messages, max_size=2).map(tuple),
+    answer=messages,
+    finish_reason=st.sampled_from(["stop", "length"]),
+    elapsed_s=st.floats(0, 1e9),
+)
+
+
 @st.composite
 def any_trajectory(draw):
     base = make_trajectory(make_admission(0, draw(st.integers(0, 3))))
@@ -73,6 +91,7 @@ def any_trajectory(draw):
         "segments": tuple(draw(st.lists(any_segment(), max_size=3))),
         "messages": tuple(draw(st.lists(messages, max_size=3))),
         "info": draw(objects),
+        "turns": tuple(draw(st.lists(turns, max_size=2))),
         "reward": draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         "error": draw(st.none() | st.text()),
     }
@@ -86,6 +105,9 @@ def test_every_trajectory_comes_back_equal_and_with_the_same_bytes(trajectory):
     back = trajectory_from_body(body)
     assert back == trajectory
     assert trajectory_body(back) == body
+    assert (
+        trajectory_from_json(json.loads(to_json_line(trajectory_to_json(trajectory)))) == trajectory
+    )
 
 
 @given(

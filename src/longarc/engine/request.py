@@ -2,12 +2,12 @@
 
 import asyncio
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from longarc.engine.ids import whole_ids
 from longarc.engine.pages import Ids
 from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
@@ -216,20 +216,6 @@ def check_scoring(
             f"no distribution. 1 is the model's own"
         )
     _checked_ids("token ids", token_ids, vocab_size)
-
-
-def whole_ids(what: str, ids: Sequence[int]) -> list[int]:
-    """Return ids as Python's integers; 1.5 is none and does not become 1.
-
-    Raises:
-        EngineRequestError: one is no whole number.
-    """
-    try:
-        return [operator.index(token_id) for token_id in ids]
-    except TypeError as error:
-        raise EngineRequestError(
-            f"{what} have to be whole numbers: {error}; send what the tokenizer returned"
-        ) from error
 
 
 def _checked_ids(what: str, ids: Sequence[int], vocab_size: int) -> list[int]:

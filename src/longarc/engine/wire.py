@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import orjson
 
-from longarc.config.engine import WeightQuantisation
+from longarc.config.engine import CacheQuantisation, WeightQuantisation
 from longarc.errors import (
     ContractError,
     EngineBusyError,
@@ -65,6 +65,8 @@ class EngineDescription:
     """How the weights are rounded that it samples with."""
     records_routing: RoutingReplay = "none"
     """What of the routing of tokens it returns to who asks."""
+    cache_quantisation: CacheQuantisation = "none"
+    """How the rows of its cache are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

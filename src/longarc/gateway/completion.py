@@ -35,6 +35,7 @@ async def collect(
     *,
     session_id: str,
     check: Callable[[], None],
+    on_piece: Callable[[SampledTokens], None] | None = None,
 ) -> Completion:
     """Sample one completion; each token keeps the version of the weights that sampled it.
 
@@ -44,6 +45,7 @@ async def collect(
         sampling: how.
         session_id: for the engine's cache, and for messages.
         check: called after every piece; raising cancels the request.
+        on_piece: gets every piece after its check; raising cancels the request.
 
     Raises:
         EngineError: the engine failed, cancelled the request or gave a log-probability that is no number.
@@ -55,6 +57,8 @@ async def collect(
         async for piece in stream:
             check()
             pieces.append(piece)
+            if on_piece is not None:
+                on_piece(piece)
             if piece.finish_reason is not None:
                 break
     finally:

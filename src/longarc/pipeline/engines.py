@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from longarc.config.engine import EngineConfig
+from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.model import ModelConfig
 from longarc.engine.embedded import EmbeddedEngine
-from longarc.engine.remote import MAX_LINE_BYTES, RemoteEngine
+from longarc.engine.line_client import MAX_LINE_BYTES
+from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
@@ -19,9 +20,6 @@ from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
 from longarc.records.sampling import RoutingReplay, WeightSource
 from longarc.runs.disk import size_text
-
-ENGINE_KEY = "LONGARC_ENGINE_KEY"
-"""Environment variable with the key of the engine servers; they and who uses them need the same."""
 
 _WEIGHTS = "model.safetensors"
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -225,11 +223,13 @@ def _check(
             f"{address} attends {server.attention}, the checkpoint {loaded.path} is to attend "
             f"{loaded.attention}; start it on that checkpoint's stage"
         )
-    if server.weight_quantisation != config.weight_quantisation:
-        raise ConfigError(
-            f"{address} samples with weight_quantisation={server.weight_quantisation!r}, the recipe says "
-            f"{config.weight_quantisation!r} (engine.weight_quantisation); start it on a run whose recipe says the same"
-        )
+    for name in ("weight_quantisation", "cache_quantisation"):
+        there, here = getattr(server, name), getattr(config, name)
+        if there != here:
+            raise ConfigError(
+                f"{address} samples with {name}={there!r}, the recipe says {here!r} (engine.{name}); start it on a "
+                f"run whose recipe says the same"
+            )
     if server.max_context_tokens < max_context_tokens:
         raise ConfigError(
             f"{address} has room for {server.max_context_tokens} tokens, the stage asks for "

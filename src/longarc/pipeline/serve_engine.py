@@ -128,6 +128,7 @@ async def serve_engine(
                 num_ranks=settings.num_ranks,
                 weight_quantisation=served.config.weight_quantisation,
                 records_routing=settings.records_routing,
+                cache_quantisation=served.config.cache_quantisation,
             ),
             DoorSettings(api_key=settings.api_key),
         )

@@ -9,6 +9,8 @@ from longarc.errors import ContractError
 
 NOT_SAMPLED = -1
 """Policy version of a token that no policy sampled."""
+MAIN_AGENT = "main"
+"""Name of the agent that a session begins with, unless its client has one for it."""
 
 
 class SegmentKind(StrEnum):
@@ -51,8 +53,12 @@ class Segment:
     """Position of this segment in its trajectory, by time."""
     parent: int | None = None
     """Order of the segment this one grew out of (edit, compaction, sub-agent); None for the first."""
-    agent_id: str = "main"
+    agent_id: str = MAIN_AGENT
     """The harness's own name for the agent that spoke."""
+    parent_agent_id: str | None = None
+    """The agent that started this one; None for the main one."""
+    window: int = 0
+    """Number of the agent's context window; it grows with each compaction."""
 
     def __post_init__(self) -> None:
         lengths = {

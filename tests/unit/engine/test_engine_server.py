@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from fakes import FakeEngine, FakeWorkerEngine, fake_token
 from longarc.engine.remote import RemoteEngine
@@ -332,11 +336,24 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_old_one():
         await complete(other)
 
 
+@asynccontextmanager
+async def answering(body: bytes, *, status: int = 200) -> AsyncIterator[str]:
+    """Serve one answer to whatever is asked; yields the address."""
+
+    async def answer(request: Request) -> Response:
+        return Response(body, status_code=status)
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    async with serving(app, bound_socket()) as address:
+        yield address
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"attention": "sparse"}, "attention='sparse' now, it had 'dense'"),
         ({"weight_quantisation": "fp8"}, "weight_quantisation='fp8' now, it had 'none'"),
+        ({"cache_quantisation": "fp8"}, "cache_quantisation='fp8' now, it had 'none'"),
         ({"model": {"family": "other"}}, "another model: family is 'other' now, it was 'fake'"),
         ({"max_context_tokens": 63}, "max_context_tokens=63 now, it had 64"),
         ({"records_routing": "none"}, "records_routing='none' now, 'experts' is asked of it"),
@@ -428,27 +445,36 @@ async def test_a_body_that_never_comes_whole_is_answered_when_the_server_stops()
     ],
 )
 async def test_an_answer_of_something_else_is_a_lost_engine(status, body, message):
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with (
+        answering(body, status=status) as address,
+        RemoteEngine(address, api_key=KEY) as engine,
+    ):
         with pytest.raises(EngineLostError, match=message):
             await complete(engine)
 
 
 async def test_lines_are_split_at_newlines_alone():
     text = '{"error":{"kind":"EngineFaultError","message":"a\u2028b\x85c"}}\n'
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=text.encode()))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with answering(text.encode()) as address, RemoteEngine(address, api_key=KEY) as engine:
         with pytest.raises(EngineFaultError, match="a\u2028b\x85c"):
             await complete(engine)
 
 
-class Chunks(httpx.AsyncByteStream):
-    def __init__(self, data, size):
-        self._data, self._size = data, size
+@asynccontextmanager
+async def sending(data: bytes, *, size: int) -> AsyncIterator[str]:
+    """Answer whatever is asked with some bytes, ``size`` at a time; yields the address."""
 
-    async def __aiter__(self):
-        for start in range(0, len(self._data), self._size):
-            yield self._data[start : start + self._size]
+    async def answer(request: Request) -> Response:
+        async def chunks():
+            for start in range(0, len(data), size):
+                yield data[start : start + size]
+                await asyncio.sleep(0)
+
+        return StreamingResponse(chunks())
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    async with serving(app, bound_socket()) as address:
+        yield address
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -460,18 +486,19 @@ async def test_lines_are_whole_however_they_arrive_and_have_a_limit(monkeypatch,
     ]
     pieces[-1] = replace(pieces[-1], finish_reason="length")
     data = b"".join(dumps(piece) + b"\n" for piece in pieces)
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Chunks(data, size)))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with (
+        sending(data, size=size) as address,
+        RemoteEngine(address, api_key=KEY) as engine,
+    ):
         assert await complete(engine) == pieces
-        monkeypatch.setattr("longarc.engine.remote.MAX_LINE_BYTES", 100)
+        monkeypatch.setattr("longarc.engine.line_client.MAX_LINE_BYTES", 100)
         if size < 100:
             with pytest.raises(EngineLostError, match="a line of more than 100 bytes"):
                 await complete(engine)
 
 
 async def test_a_wire_error_is_one_of_ours():
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"{"))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with answering(b"{") as address, RemoteEngine(address, api_key=KEY) as engine:
         with pytest.raises(LongArcError):
             await engine.health()
 
