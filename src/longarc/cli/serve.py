@@ -152,7 +152,7 @@ def _serve_chat(arguments: argparse.Namespace) -> int:
 def _serve_engine(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from longarc.pipeline.engines import ENGINE_KEY
+    from longarc.config.engine import ENGINE_KEY
     from longarc.pipeline.local import stopping_on_signals
     from longarc.pipeline.progress import ProgressLine
     from longarc.pipeline.serve_engine import serve_engine

@@ -28,9 +28,9 @@ import torch
 from longarc.config.engine import EngineConfig
 from longarc.engine.computing import StepComputer, StepSettings
 from longarc.engine.request import Request, check_scoring, checked_prompt
-from longarc.engine.sampler import seed_of_request
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
+from longarc.engine.seeds import seed_of_request
 from longarc.engine.speculation import cache_for, decoding_for
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.weights import EngineWeights, WeightStore, WeightUpdate

@@ -2,12 +2,23 @@
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from longarc.gateway.tree import Node
 from longarc.gateway.turn_options import TurnOptions
 from longarc.records.ports import AssistantTurn
 from longarc.records.sampling import SampledTokens, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One turn as the doors see it: the parsed answer and the tokens behind it."""
+
+    turn: AssistantTurn
+    node: Node
+    stop: str | None = None
+    """The stop text that ended it, if one did."""
 
 
 def turn_seed(

@@ -11,7 +11,8 @@ from longarc.errors import ConfigError, ContractError
 from longarc.gateway.asked import RecognitionRules
 from longarc.gateway.budget import SessionBudget
 from longarc.gateway.openings import Openings
-from longarc.gateway.session import GatewaySession, SessionClosed, SessionSettings
+from longarc.gateway.session import GatewaySession
+from longarc.gateway.session_settings import SessionClosed, SessionSettings
 from longarc.gateway.turn_log import TurnLog
 from longarc.records.ports import Engine
 from longarc.records.sampling import Sampling
@@ -169,6 +170,14 @@ class Gateway:
         if session is None:
             raise SessionClosed(f"session {session_id!r} is closed or was never opened")
         return session
+
+    def find(self, session_id: str) -> GatewaySession | None:
+        """Return an open session, or None."""
+        return self._sessions.get(session_id)
+
+    def drop(self, session: GatewaySession) -> None:
+        """Forget a session without closing it: it can be restored from its turn log."""
+        self._forget(session.settings.session_id)
 
     @property
     def num_open_sessions(self) -> int:

@@ -15,69 +15,37 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import replace
+from typing import Final, Literal
 
-from longarc.errors import ConfigError, ContractError, RolloutError
-from longarc.gateway.answers import pieces_of, turn_of, turn_seed
-from longarc.gateway.asked import Asked, RecognitionRules, asked
+from longarc.errors import ConfigError, ContractError
+from longarc.gateway.answers import Answer, pieces_of, turn_of, turn_seed
+from longarc.gateway.asked import Asked, asked
 from longarc.gateway.branches import segments_of, turns_of
-from longarc.gateway.budget import BudgetMeter, SessionBudget, Stopwatch
+from longarc.gateway.budget import BudgetMeter, Stopwatch
 from longarc.gateway.completion import Completion, collect
 from longarc.gateway.flights import Flights
 from longarc.gateway.identity import next_key, without_billing
 from longarc.gateway.keychain import KeyChain
 from longarc.gateway.openings import Openings
 from longarc.gateway.places import places
+from longarc.gateway.prompts import Prompt, Prompts
+from longarc.gateway.reading import ReadHistory
 from longarc.gateway.repeats import Repeats, request_digest
-from longarc.gateway.stops import cut_at_stop, first_stop
+from longarc.gateway.session_settings import SessionClosed, SessionSettings
 from longarc.gateway.tree import Node, SessionTree, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
+from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
-from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
+from longarc.records.ports import AssistantTurn, ContextUse, Engine
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.turn import Turn
 from longarc.tokens.chat_format import ChatFormat
 
 _DEFAULTS: Final = TurnOptions()
-
-
-class SessionClosed(RolloutError):  # noqa: N818 - a state of the session
-    """The session was closed, or never opened."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSettings:
-    """What a session was opened with."""
-
-    session_id: str
-    sampling: Sampling
-    thinking: bool
-    max_context_tokens: int
-    """Prompt and completion together [tokens]."""
-    min_new_tokens: int
-    """A turn with room for fewer than this ends the rollout [tokens]."""
-    clear_thinking: bool = False
-    """Whether a user message makes the model forget its earlier reasoning, which rewrites the history."""
-    budget: SessionBudget = field(default_factory=SessionBudget)
-    """How much the session may use."""
-    repeat_window_s: float | None = None
-    """How long after its answer a request with an equal body counts as that request sent again, unless the
-    conversation went on [seconds]; 0 only while it runs, None never."""
-    rules: RecognitionRules = field(default_factory=RecognitionRules)
-    """How agents, windows, summaries and side requests are told apart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One turn as the doors see it: the parsed answer and the tokens behind it."""
-
-    turn: AssistantTurn
-    node: Node
-    stop: str | None = None
-    """The stop text that ended it, if one did."""
 
 
 class GatewaySession:
@@ -98,12 +66,16 @@ class GatewaySession:
         self._settings = settings
         self._engine = engine
         self._format = chat_format
-        self._openings = openings
         self._turn_log = turn_log
         self._on_close = on_close
         self._on_used = on_used
         self._tree = SessionTree(settings.session_id)
         self._chain = KeyChain(openings)
+        self._prompts = Prompts(
+            chat_format, openings, self._tree, clear_thinking=settings.clear_thinking
+        )
+        self.history = ReadHistory()
+        """For the codecs of wire formats."""
         self._stopwatch = Stopwatch(clock)
         self._meter = BudgetMeter(settings.session_id, settings.budget, self._stopwatch)
         self._flights = Flights[Answer]()
@@ -146,11 +118,24 @@ class GatewaySession:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
-        options = TurnOptions(max_new_tokens=max_new_tokens)
+        options = TurnOptions(
+            max_new_tokens=max_new_tokens, tool_choice=tool_choice, lineage=lineage
+        )
         answer = await self.answer(messages, tools=tools, options=options)
         return answer.turn
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        """Say how full the context would be; see ``PolicyClient.context_use``."""
+        return ContextUse(
+            num_tokens=self.num_prompt_tokens(messages, tools=tools),
+            max_tokens=self._settings.max_context_tokens,
+        )
 
     async def answer(
         self,
@@ -188,6 +173,27 @@ class GatewaySession:
             on_progress=options.on_progress,
             joins=self._repeats.joins(options),
         )
+
+    def num_prompt_tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        thinking: bool | None = None,
+    ) -> int:
+        """Return how many tokens the prompt of a conversation would have; nothing is sampled or recorded.
+
+        Raises:
+            SessionClosed: the session was closed.
+            ContractError: stored ids are not what the engine saw.
+            ConfigError: there is no message.
+        """
+        self._check_open()
+        messages = without_billing(messages)
+        if not messages:
+            raise ConfigError("a conversation needs at least one message, got none")
+        thinks = self._settings.thinking if thinking is None else thinking
+        return len(self._built(messages, tools, thinking=thinks)[0].ids)
 
     def segments(self) -> tuple[Segment, ...]:
         """Everything the engine saw and sampled, one segment per branch; also after closing."""
@@ -236,6 +242,7 @@ class GatewaySession:
         if not self.is_running:
             self._tree.rest()
             self._chain.forget()
+            self.history.forget()
 
     async def close(self) -> None:
         """Revoke the session; running and later calls raise ``SessionClosed``. Closing twice is allowed."""
@@ -266,16 +273,13 @@ class GatewaySession:
     ) -> Answer:
         """Sample the answer to a conversation and record it."""
         thinks = self._thinks(options)
-        keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
-        parent, num_matched = self._tree.match(messages, keys)
-        if self._forgets(messages[num_matched:], parent):
-            parent, num_matched = None, 0
-        stored, digest = self._tree.stored(parent)
-        if parent is None:
-            prompt = self._openings.prompt(messages, tools, thinking=thinks)
-        else:
-            prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
-        wanted = self._turn_sampling(options, num_prompt_tokens=len(prompt))
+        built, keys = self._built(messages, tools, thinking=thinks)
+        parent, prompt = built.parent, built.ids
+        opening = opening_ids(self._format, options, thinking=thinks)
+        if opening:
+            # A new array: the prompt of an opening is shared.
+            prompt = prompt + id_array(opening)
+        wanted = turn_sampling(self._settings, self._format, options, num_prompt_tokens=len(prompt))
         granted = self._meter.hold(wanted.max_new_tokens)
         serial = self._next_serial
         self._next_serial += 1
@@ -289,6 +293,7 @@ class GatewaySession:
                 num_prompt_tokens=len(prompt),
                 call_id_prefix=f"{self._call_id_prefix}_{serial}",
                 thinking=thinks,
+                opening_ids=opening,
             )
             completion = await self._collected(prompt, wanted, start, on_progress)
         except BaseException:
@@ -298,8 +303,11 @@ class GatewaySession:
             raise
         finally:
             self._meter.settle(granted)
-        message, stop = self._message(completion, tools, options, start)
-        context_ids = prompt[len(stored) :]
+        message, stop = turn_message(
+            self._settings, self._format, completion, tools, options, start
+        )
+        context_ids = prompt[built.num_stored :]
+        digest = built.stored_digest
         digest.update(context_ids)
         digest.update(completion.sampled_ids)
         node = Node(
@@ -318,16 +326,27 @@ class GatewaySession:
             serial=serial,
             request=request_digest(options, body=False) or b"",
             body=options.body_digest or b"",
-            asked=self._asked(messages[num_matched:], tools, options, parent),
+            asked=self._asked(messages[built.num_matched :], tools, options, parent),
         )
-        self._record(node)
+        self._record(node, digest)
         return Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
 
-    def _record(self, node: Node) -> None:
+    def _built(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> tuple[Prompt, Sequence[bytes]]:
+        """Return the prompt of a conversation and the identities of its messages."""
+        keys = self._chain.keys(messages, tuple(tools), thinking=thinking)
+        parent, num_matched = self._tree.match(messages, keys)
+        if self._forgets(messages[num_matched:], parent):
+            parent, num_matched = None, 0
+        matched = (parent, num_matched)
+        return self._prompts.build(messages, keys, tools, matched, thinking=thinking), keys
+
+    def _record(self, node: Node, digest: "hashlib.blake2b") -> None:
         """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
         if self._turn_log is not None:
             self._turn_log(self._settings.session_id, node.index, encode_turn(node))
-        self._tree.add(node)
+        self._tree.add(node, digest)
         self._meter.add_turn(len(node.sampled_ids))
         self._repeats.add(node)
         self._on_used(self)
@@ -353,12 +372,14 @@ class GatewaySession:
 
     def _told_again(self, node: Node, options: TurnOptions) -> Answer:
         num_prompt_tokens = len(self._tree.ids(node)) - len(node.sampled_ids)
+        thinks = self._thinks(options)
         if options.on_progress is not None:
             options.on_progress(
                 TurnStart(
                     num_prompt_tokens=num_prompt_tokens,
                     call_id_prefix=f"{self._call_id_prefix}_{node.serial}",
-                    thinking=self._thinks(options),
+                    thinking=thinks,
+                    opening_ids=opening_ids(self._format, options, thinking=thinks),
                 )
             )
             for piece in pieces_of(node):
@@ -366,7 +387,9 @@ class GatewaySession:
         return Answer(
             turn=turn_of(node, num_prompt_tokens=num_prompt_tokens),
             node=node,
-            stop=self._stop_of(node.sampled_ids, node.finish_reason, options),
+            stop=stop_of(
+                self._settings, self._format, node.sampled_ids, node.finish_reason, options
+            ),
         )
 
     def _thinks(self, options: TurnOptions) -> bool:
@@ -378,13 +401,6 @@ class GatewaySession:
             self._settings.clear_thinking
             and any(message.role is Role.USER for message in unmatched)
             and self._tree.has_reasoning(parent)
-        )
-
-    def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
-        last_id = parent.sampled_ids[-1]
-        stop_id = last_id if last_id in self._format.stop_ids else None
-        return id_array(
-            self._format.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
         )
 
     async def _collected(
@@ -418,61 +434,6 @@ class GatewaySession:
             self._scopes.discard(scope)
         self._check_open()
         return completion
-
-    def _turn_sampling(self, options: TurnOptions, *, num_prompt_tokens: int) -> Sampling:
-        """Return this turn's distribution and budget: what was asked for, as far as the context goes."""
-        sampling = options.sampling or self._settings.sampling
-        if options.max_new_tokens is not None and options.max_new_tokens < 1:
-            raise ConfigError(
-                f"max_new_tokens={options.max_new_tokens} must be at least 1, or None"
-            )
-        wanted = min(sampling.max_new_tokens, options.max_new_tokens or sampling.max_new_tokens)
-        room = self._settings.max_context_tokens - num_prompt_tokens
-        least = min(wanted, self._settings.min_new_tokens)
-        if room < least:
-            raise ContextExhausted(
-                f"session {self._settings.session_id}: the prompt has {num_prompt_tokens} of "
-                f"{self._settings.max_context_tokens} tokens, which leaves {room} for the answer; a "
-                f"turn needs at least {least}"
-            )
-        interval = sampling.stream_interval_tokens
-        return replace(
-            sampling,
-            max_new_tokens=min(wanted, room),
-            stop_ids=tuple(dict.fromkeys((*self._format.stop_ids, *sampling.stop_ids))),
-            stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *options.stop))),
-            stream_interval_tokens=options.stream_interval_tokens
-            if options.on_progress
-            else interval,
-        )
-
-    def _message(
-        self,
-        completion: Completion,
-        tools: Sequence[ToolSpec],
-        options: TurnOptions,
-        start: TurnStart,
-    ) -> tuple[Message, str | None]:
-        """Return the answer as the client gets it, and the stop text that ended it."""
-        message = self._format.parse(
-            completion.sampled_ids,
-            tools,
-            thinking=start.thinking,
-            call_id_prefix=start.call_id_prefix,
-        ).message
-        if options.tool_choice == "none":
-            message = replace(message, tool_calls=())
-        stop = self._stop_of(completion.sampled_ids, completion.finish_reason, options)
-        return (message if stop is None else cut_at_stop(message, stop)), stop
-
-    def _stop_of(
-        self, sampled_ids: Sequence[int], finish_reason: str, options: TurnOptions
-    ) -> str | None:
-        sampling = options.sampling or self._settings.sampling
-        stops = (*sampling.stop_strings, *options.stop)
-        if not stops or finish_reason != "stop" or sampled_ids[-1] in self._format.stop_ids:
-            return None
-        return first_stop(self._format.tokenizer.decode(list(sampled_ids)), stops)
 
     def _asked(
         self,

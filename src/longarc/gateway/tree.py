@@ -73,6 +73,16 @@ def id_array(ids: Sequence[int] = ()) -> "array[int]":
     return array("I", ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tip:
+    """What is known of all ids up to the newest turn, which most requests continue."""
+
+    node: Node
+    digest: "hashlib.blake2b"
+    checksum: int
+    """CRC-32, five times as fast as the digest: of a long conversation the digest is most of a request."""
+
+
 class SessionTree:
     """All turns of one session."""
 
@@ -80,6 +90,7 @@ class SessionTree:
         self._session_id = session_id
         self._nodes: list[Node] = []
         self._by_key: dict[bytes, list[Node]] = {}
+        self._tip: _Tip | None = None
         self._packed = b""
         self._num_nodes = 0
         self._num_bytes = 0
@@ -107,6 +118,7 @@ class SessionTree:
             # Of our own objects, in our own memory: nothing here is read from outside.
             self._packed = zlib.compress(pickle.dumps(self._nodes, pickle.HIGHEST_PROTOCOL), 1)
             self._nodes, self._by_key = [], {}
+            self._tip = None
 
     def _unpack(self) -> None:
         nodes: list[Node] = pickle.loads(zlib.decompress(self._packed))
@@ -139,6 +151,25 @@ class SessionTree:
                 return False
         return True
 
+    def as_answered(
+        self, messages: Sequence[Message], keys: Sequence[bytes], node: Node
+    ) -> list[Message]:
+        """Return a conversation with its answers as they were given, reasoning that the client left out included.
+
+        Args:
+            messages: the conversation.
+            keys: their identities.
+            node: the stored turn that it continues, whose own path decides where answers differ in reasoning alone.
+        """
+        answered = list(messages)
+        on_path = {step.num_messages - 1: step for step in self.path(node)}
+        for position, message in enumerate(messages):
+            if message.role is Role.ASSISTANT and not message.reasoning:
+                known = self._by_key.get(keys[position])
+                if step := on_path.get(position) or (known[-1] if known else None):
+                    answered[position] = step.message
+        return answered
+
     def has_reasoning(self, node: Node | None) -> bool:
         """Whether any turn from the root to this one holds reasoning."""
         return any(step.message.reasoning for step in self.path(node))
@@ -157,8 +188,15 @@ class SessionTree:
         for step in self.path(node):
             ids += step.context_ids
             ids += step.sampled_ids
-        digest = hashlib.blake2b(ids, digest_size=16)
-        if node is not None and digest.digest() != node.ids_digest:
+        if self._tip is not None and node is self._tip.node:
+            # Hashed when they were added: what may have changed in this memory since, a checksum finds.
+            digest = self._tip.digest.copy()
+            is_as_seen = zlib.crc32(ids) == self._tip.checksum
+        else:
+            digest = hashlib.blake2b(ids, digest_size=16)
+            is_as_seen = node is None or digest.digest() == node.ids_digest
+        if node is not None and not is_as_seen:
+            digest = hashlib.blake2b(ids, digest_size=16)
             raise ContractError(
                 f"session {self._session_id}: the {len(ids)} ids stored up to turn {node.index} are not "
                 f"those that the engine saw (digest {digest.hexdigest()}, recorded "
@@ -167,8 +205,12 @@ class SessionTree:
             )
         return ids, digest
 
-    def add(self, node: Node) -> None:
+    def add(self, node: Node, digest: "hashlib.blake2b | None" = None) -> None:
         """Append a turn.
+
+        Args:
+            node: the turn.
+            digest: of all ids up to its end, to be continued by the next; None where nobody has it.
 
         Raises:
             ContractError: its index or its parent is out of order.
@@ -182,10 +224,21 @@ class SessionTree:
                 f"session {self._session_id}: turn {node.index} with parent {node.parent} cannot follow "
                 f"{len(self._nodes)} turns; turns are numbered from 0 without gaps, parents first"
             )
+        self._tip = None if digest is None else _Tip(node, digest, self._checksum(node))
         self._nodes.append(node)
         self._num_nodes += 1
         self._num_bytes += _num_bytes(node)
         self._by_key.setdefault(node.key, []).append(node)
+
+    def _checksum(self, node: Node) -> int:
+        parent = None if node.parent is None else self._nodes[node.parent]
+        if self._tip is not None and parent is self._tip.node:
+            checksum, path = self._tip.checksum, [node]
+        else:
+            checksum, path = 0, [*self.path(parent), node]
+        for step in path:
+            checksum = zlib.crc32(step.sampled_ids, zlib.crc32(step.context_ids, checksum))
+        return checksum
 
     def path(self, node: Node | None) -> list[Node]:
         """Return the turns from the root to a turn."""

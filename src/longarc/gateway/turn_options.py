@@ -17,6 +17,8 @@ class TurnStart:
     """The n-th call of the answer gets the id ``{prefix}_{n}``."""
     thinking: bool
     """Whether the answer begins with reasoning."""
+    opening_ids: tuple[int, ...] = ()
+    """Ids that begin the answer and were not sampled."""
 
 
 OnProgress: TypeAlias = Callable[[TurnStart | SampledTokens], None]
@@ -32,6 +34,11 @@ class TurnOptions:
     """Lowers the session's budget for this turn [tokens]."""
     tool_choice: Literal["auto", "none"] = "auto"
     """``none`` keeps the tools in the prompt, so that its ids stay the same, and leaves calls out of the answer."""
+    forced_call: str | None = None
+    """The tool that is called, "" for any: the beginning of a call is put behind the prompt, as context that is not
+    trained, and the model writes the rest. It does not think before it."""
+    one_call: bool = False
+    """The answer ends with its first call."""
     sampling: Sampling | None = None
     """Replaces the session's distribution for this turn, its seed taken as it is."""
     seed: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from longarc.config.engine import EngineConfig
+from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.model import ModelConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
@@ -17,9 +17,6 @@ from longarc.errors import ConfigError, EngineLostError
 from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
 from longarc.records.sampling import WeightSource
-
-ENGINE_KEY = "LONGARC_ENGINE_KEY"
-"""Environment variable with the key of the engine servers; they and who uses them need the same."""
 
 _WEIGHTS = "model.safetensors"
 _DEFAULT_CONTEXT_TOKENS = 4096

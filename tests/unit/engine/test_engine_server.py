@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from fakes import FakeEngine, FakeWorkerEngine, fake_token
 from longarc.engine.remote import RemoteEngine
@@ -326,6 +330,18 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_old_one():
         await complete(other)
 
 
+@asynccontextmanager
+async def answering(body: bytes, *, status: int = 200) -> AsyncIterator[str]:
+    """Serve one answer to whatever is asked; yields the address."""
+
+    async def answer(request: Request) -> Response:
+        return Response(body, status_code=status)
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    async with serving(app, bound_socket()) as address:
+        yield address
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
@@ -335,23 +351,23 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_old_one():
     ],
 )
 async def test_an_answer_of_something_else_is_a_lost_engine(status, body, message):
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with (
+        answering(body, status=status) as address,
+        RemoteEngine(address, api_key=KEY) as engine,
+    ):
         with pytest.raises(EngineLostError, match=message):
             await complete(engine)
 
 
 async def test_lines_are_split_at_newlines_alone():
     text = '{"error":{"kind":"EngineFaultError","message":"a\u2028b\x85c"}}\n'
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=text.encode()))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with answering(text.encode()) as address, RemoteEngine(address, api_key=KEY) as engine:
         with pytest.raises(EngineFaultError, match="a\u2028b\x85c"):
             await complete(engine)
 
 
 async def test_a_wire_error_is_one_of_ours():
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"{"))
-    async with RemoteEngine("http://there", api_key=KEY, transport=transport) as engine:
+    async with answering(b"{") as address, RemoteEngine(address, api_key=KEY) as engine:
         with pytest.raises(LongArcError):
             await engine.health()
 

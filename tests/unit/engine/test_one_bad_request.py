@@ -7,7 +7,8 @@ import pytest
 from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
-from longarc.engine.sampler import seed_of_request, uniforms
+from longarc.engine.sampler import uniforms
+from longarc.engine.seeds import seed_of_request
 from longarc.engine.wire import ScoreRequest, StreamRequest, from_plain
 from longarc.errors import (
     ContractError,

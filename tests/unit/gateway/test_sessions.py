@@ -9,7 +9,8 @@ import pytest
 from fakes import FakeEngine
 from longarc.errors import ConfigError, ContractError, EngineError
 from longarc.gateway.core import Gateway
-from longarc.gateway.session import GatewaySession, SessionClosed
+from longarc.gateway.session import GatewaySession
+from longarc.gateway.session_settings import SessionClosed
 from longarc.gateway.turn_log import decode_turn
 from longarc.gateway.turn_options import TurnOptions
 from longarc.records.ports import ContextExhausted, PolicySession, SessionFactory
