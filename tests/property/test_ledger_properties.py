@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ledger_cases import make_admission, make_batch, make_group, make_report, make_trajectory
-from longarc.records.message import Message, Role, ToolCall
+from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.outcome import Disposition
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.trajectory import Trajectory
@@ -80,6 +80,9 @@ turns = st.builds(
     answer=messages,
     finish_reason=st.sampled_from(["stop", "length"]),
     elapsed_s=st.floats(0, 1e9),
+    tools=st.lists(
+        st.builds(ToolSpec, name=st.text(), description=st.text(), parameters=objects), max_size=2
+    ).map(tuple),
 )
 
 

@@ -105,13 +105,18 @@ def turn_to_json(turn: Turn) -> dict[str, object]:
         "answer": message_to_json(turn.answer),
         "finish_reason": turn.finish_reason,
         "elapsed_s": turn.elapsed_s,
+        **({"tools": tools_to_json(turn.tools)} if turn.tools else {}),
     }
 
 
 def turn_from_json(data: Mapping[str, Any]) -> Turn:
     """Undo ``turn_to_json``."""
-    said = tuple(message_from_json(message) for message in data["said"])
-    return Turn(**{**data, "said": said, "answer": message_from_json(data["answer"])})
+    read = {
+        "said": tuple(message_from_json(message) for message in data["said"]),
+        "answer": message_from_json(data["answer"]),
+        "tools": tools_from_json(data.get("tools", ())),
+    }
+    return Turn(**{**data, **read})
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
