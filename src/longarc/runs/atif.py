@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.segment import MAIN_AGENT, Segment, SegmentKind
@@ -25,6 +25,9 @@ from longarc.records.turn import Turn
 from longarc.runs.atif_document import ATIF_VERSION
 from longarc.runs.atif_record import KEY, record_to_extra
 from longarc.runs.rows import storable_text
+
+_Said: TypeAlias = tuple[Role, str, str | None]
+"""Role, content and, of a result, its call."""
 
 _MAX_TIME_S: Final = 253_402_300_800.0
 """The year 10000, which ISO 8601 has no timestamp for [seconds since the epoch]."""
@@ -63,14 +66,18 @@ class _Document:
     tools: tuple[ToolSpec, ...] = ()
     kind: SegmentKind = SegmentKind.EXEC
     steps: list[dict[str, Any]] = field(default_factory=list)
-    seen: set[tuple[Role, str]] = field(default_factory=set)
-    """What was said and answered; a conversation that opens anew repeats a part of it."""
+    seen: set[_Said] = field(default_factory=set)
+    """What was said and answered."""
 
-    def say(self, message: Message, *, is_repeated: bool) -> None:
+    def say_all(self, messages: Sequence[Message], *, opens: bool) -> None:
+        """Add messages behind those that are here; a conversation that opens anew repeats some of these."""
+        seen = frozenset(self.seen) if opens else frozenset()
+        for message in messages:
+            self.say(message, is_copied=_said(message) in seen)
+
+    def say(self, message: Message, *, is_copied: bool = False) -> None:
         """Add a message that was not sampled for this step."""
-        key = (message.role, message.content)
-        is_copied = is_repeated and key in self.seen
-        self.seen.add(key)
+        self.seen.add(_said(message))
         if message.role is Role.TOOL:
             if not is_copied:
                 self._observe(message)
@@ -89,7 +96,7 @@ class _Document:
         self, message: Message, metrics: Mapping[str, Any] | None, *, at_s: float | None
     ) -> None:
         """Add what the policy sampled [at_s: seconds since the epoch]."""
-        self.seen.add((message.role, message.content))
+        self.seen.add(_said(message))
         step: dict[str, Any] = {"source": "agent", "message": _text(message.content)}
         step |= _spoken(message)
         step["llm_call_count"] = 1
@@ -140,9 +147,7 @@ class _Documents:
         for turn in self._trajectory.turns:
             segment = segments.get(turn.segment_order)
             document = self._document_of(segment, turn)
-            # A conversation that continues no turn repeats what its agent said and saw before.
-            for message in turn.said:
-                document.say(message, is_repeated=turn.parent is None)
+            document.say_all(turn.said, opens=turn.parent is None)
             metrics = None
             if segment is not None:
                 completion = _Completion(segment, turn.start, turn.start + turn.num_sampled)
@@ -168,7 +173,7 @@ class _Documents:
             if message.role is not Role.ASSISTANT or num_given > 0:
                 # The first answers of a task that shows some were given with it.
                 num_given -= message.role is Role.ASSISTANT
-                document.say(message, is_repeated=False)
+                document.say(message)
             else:
                 metrics = self._metrics(completions.pop(0)) if is_told_apart else None
                 document.answer(message, metrics, at_s=None)
@@ -179,7 +184,7 @@ class _Documents:
         main = self._main or _Document(_main_agent(trajectory), trajectory.tools)
         if not main.steps:
             self._notes.append("The main agent has no conversation.")
-            main.say(Message(role=Role.SYSTEM, content=""), is_repeated=False)
+            main.say(Message(role=Role.SYSTEM, content=""))
         others = list(self._others.values())
         steps = [step for document in (main, *others) for step in document.steps]
         metrics = [step["metrics"] for step in steps if "metrics" in step]
@@ -260,6 +265,10 @@ class _Documents:
         if self._with_prompt_ids:
             out["prompt_token_ids"] = list(segment.token_ids[:start])
         return out
+
+
+def _said(message: Message) -> _Said:
+    return message.role, message.content, message.tool_call_id
 
 
 def _main_agent(trajectory: Trajectory) -> str:

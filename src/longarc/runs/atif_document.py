@@ -104,9 +104,7 @@ class StepPart(_Part):
     @property
     def was_sampled(self) -> bool:
         """Whether a model wrote it, here and not in an earlier trajectory."""
-        return (
-            self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
-        )
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
 
 
 class AgentPart(_Part):

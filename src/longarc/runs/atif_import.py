@@ -57,11 +57,13 @@ def trajectories_from_atif(data: object, *, name: str) -> tuple[Trajectory, ...]
         return tuple(_foreign(document, trajectory_id=document.trajectory_id or name))
 
 
-def untrained_messages(trajectory: Trajectory) -> frozenset[int]:
-    """Return the positions of messages that the importer found not to be the agent's own; empty for ours."""
+def untrained_messages(trajectory: Trajectory) -> frozenset[int] | None:
+    """Return the positions of the agent's messages that are not its own; None where no foreign document told."""
     told = trajectory.info.get(INFO_KEY)
     positions = told.get("untrained") if isinstance(told, Mapping) else None
-    return frozenset(positions) if isinstance(positions, Sequence) else frozenset()  # type: ignore[arg-type]
+    if not isinstance(positions, Sequence) or isinstance(positions, str):
+        return None
+    return frozenset(position for position in positions if isinstance(position, int))
 
 
 def _foreign(
@@ -73,6 +75,7 @@ def _foreign(
     group_id: str | None = None,
 ) -> Iterator[Trajectory]:
     messages, untrained = _conversation(document.steps)
+    started_at_s, duration_s = _times(document.steps)
     yield Trajectory(
         id=trajectory_id,
         stage=STAGE,
@@ -87,8 +90,9 @@ def _foreign(
         tools=_tools(document.agent.tool_definitions or ()),
         num_turns=sum(step.was_sampled for step in document.steps),
         difficulty=0.0,
+        started_at_s=started_at_s,
+        duration_s=duration_s,
         info={INFO_KEY: _beside_steps(document, untrained)},
-        **_times(document.steps),
     )
     for inner in document.subagent_trajectories or ():
         inner_id = f"{trajectory_id}/{inner.trajectory_id}"
@@ -173,16 +177,15 @@ def _tools(definitions: Sequence[Mapping[str, Any]]) -> tuple[ToolSpec, ...]:
     return tuple(tools)
 
 
-def _times(steps: Sequence[StepPart]) -> dict[str, float]:
+def _times(steps: Sequence[StepPart]) -> tuple[float, float]:
+    """Return start [seconds since the epoch] and duration [seconds]; zeros where no step has a timestamp."""
     stamps = []
     for step in steps:
         if step.timestamp is None:
             continue
         with boundary(ContractError, f"step {step.step_id} has timestamp {step.timestamp!r}"):
             stamps.append(datetime.fromisoformat(step.timestamp).timestamp())
-    if not stamps:
-        return {"started_at_s": 0.0, "duration_s": 0.0}
-    return {"started_at_s": min(stamps), "duration_s": max(stamps) - min(stamps)}
+    return (min(stamps), max(stamps) - min(stamps)) if stamps else (0.0, 0.0)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,8 @@ PLAIN_FIELDS: Final = (
     "info",
 )
 """Fields of a trajectory that are JSON as they are."""
-_FORMAT: Final = "longarc-trajectory-1"
+FORMAT: Final = "longarc-trajectory-1"
+"""What ``trajectory_to_json`` calls its form."""
 
 
 def to_json(value: object) -> bytes:
@@ -122,7 +123,7 @@ def turn_from_json(data: Mapping[str, Any]) -> Turn:
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """Return all of a trajectory as JSON; ``trajectory_from_json`` gives the equal record back."""
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         **{name: getattr(trajectory, name) for name in PLAIN_FIELDS},
         "messages": [message_to_json(message) for message in trajectory.messages],
         "tools": tools_to_json(trajectory.tools),
@@ -138,9 +139,9 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
         ContractError: it is not what that wrote.
     """
     with boundary(ContractError, "a trajectory in JSON is damaged"):
-        if data.get("format") != _FORMAT:
+        if data.get("format") != FORMAT:
             raise ContractError(
-                f"a trajectory in JSON has format {data.get('format')!r}, this LongArc reads {_FORMAT!r}"
+                f"a trajectory in JSON has format {data.get('format')!r}, this LongArc reads {FORMAT!r}"
             )
         plain = {name: data[name] for name in PLAIN_FIELDS}
         plain["outcome"] = Outcome(plain["outcome"])
