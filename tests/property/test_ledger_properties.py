@@ -6,12 +6,15 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atif_rules import broken_rules
 from ledger_cases import make_admission, make_batch, make_group, make_report, make_trajectory
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.outcome import Disposition
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.trajectory import Trajectory
 from longarc.records.turn import Turn
+from longarc.runs.atif import trajectory_to_atif
+from longarc.runs.atif_import import trajectories_from_atif
 from longarc.runs.codec import trajectory_body, trajectory_from_body
 from longarc.runs.ledger import Ledger
 from longarc.runs.record_json import to_json_line, trajectory_from_json, trajectory_to_json
@@ -99,6 +102,16 @@ def any_trajectory(draw):
         "error": draw(st.none() | st.text()),
     }
     return Trajectory(**fields)
+
+
+@given(any_trajectory(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_every_trajectory_is_a_valid_atif_document_that_comes_back_equal(trajectory, is_lean):
+    document = trajectory_to_atif(trajectory, with_prompt_ids=not is_lean)
+    assert broken_rules(document) == []
+    line = to_json_line(document)
+    line.encode("ascii")
+    assert trajectories_from_atif(json.loads(line), name="x") == (trajectory,)
 
 
 @given(any_trajectory())
