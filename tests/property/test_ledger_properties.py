@@ -73,20 +73,27 @@ messages = st.builds(
 )
 
 
-turns = st.builds(
-    Turn,
-    segment_order=st.integers(0, 9),
-    start=st.integers(0, 99),
-    num_sampled=st.integers(0, 99),
-    parent=st.none() | st.integers(0, 9),
-    said=st.lists(messages, max_size=2).map(tuple),
-    answer=messages,
-    finish_reason=st.sampled_from(["stop", "length"]),
-    elapsed_s=st.floats(0, 1e9),
-    tools=st.lists(
-        st.builds(ToolSpec, name=st.text(), description=st.text(), parameters=objects), max_size=2
-    ).map(tuple),
-)
+tools = st.lists(
+    st.builds(ToolSpec, name=st.text(), description=st.text(), parameters=objects), max_size=2
+).map(tuple)
+
+
+@st.composite
+def any_turns(draw):
+    return tuple(
+        Turn(
+            segment_order=draw(st.integers(0, 9)),
+            start=draw(st.integers(0, 99)),
+            num_sampled=draw(st.integers(0, 99)),
+            parent=draw(st.none() | st.integers(0, position - 1)) if position else None,
+            said=draw(st.lists(messages, max_size=2).map(tuple)),
+            answer=draw(messages),
+            finish_reason=draw(st.sampled_from(["stop", "length"])),
+            elapsed_s=draw(st.floats(0, 1e9)),
+            tools=draw(tools),
+        )
+        for position in range(draw(st.integers(0, 3)))
+    )
 
 
 @st.composite
@@ -97,7 +104,7 @@ def any_trajectory(draw):
         "segments": tuple(draw(st.lists(any_segment(), max_size=3))),
         "messages": tuple(draw(st.lists(messages, max_size=3))),
         "info": draw(objects),
-        "turns": tuple(draw(st.lists(turns, max_size=2))),
+        "turns": draw(any_turns()),
         "reward": draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         "error": draw(st.none() | st.text()),
     }

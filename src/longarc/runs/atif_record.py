@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from longarc.errors import ContractError
 from longarc.records.trajectory import Trajectory
+from longarc.runs.record_form import check_form
 from longarc.runs.record_json import (
     to_json,
     to_json_line,
@@ -57,7 +58,9 @@ def record_from_extra(document: Mapping[str, Any], *, name: str) -> Trajectory |
             f"{name!r} has extra.{KEY} without a record; export the trajectory again, or take extra.{KEY} out, and the "
             f"steps alone are read"
         )
-    trajectory = trajectory_from_json(json.loads(held["record"]))
+    record = json.loads(held["record"])
+    check_form(record)
+    trajectory = trajectory_from_json(record)
     if held.get("steps_sha256") != _steps_sha256(document):
         raise ContractError(
             f"{name!r} says other things than the record in its extra.{KEY}: its steps were edited since it was exported. "

@@ -19,6 +19,7 @@ from longarc.runs.atif import trajectory_to_atif
 from longarc.runs.atif_import import trajectories_from_atif
 from longarc.runs.directory import RECIPE, RunDirectory
 from longarc.runs.files import new_directory, replacing
+from longarc.runs.record_form import check_form
 from longarc.runs.record_json import (
     FORMAT,
     to_json_line,
@@ -151,6 +152,7 @@ def _read(data: bytes, *, name: str, where: str) -> tuple[Trajectory, ...]:
         value = json.loads(data)
     try:
         if isinstance(value, dict) and value.get("format") == FORMAT:
+            check_form(value)
             return (trajectory_from_json(value),)
         return trajectories_from_atif(value, name=name)
     except ContractError as error:
