@@ -91,14 +91,17 @@ def write_atif(
         for trajectory in trajectories:
             document = trajectory_to_atif(trajectory, with_prompt_ids=with_prompt_ids)
             file = directory / f"{_file_name(trajectory.id)}{_ATIF_SUFFIX}"
-            file.write_text(to_json_line(document) + "\n", encoding="ascii")
+            with file.open("x", encoding="ascii") as out:
+                out.write(f"{to_json_line(document)}\n")
             number += 1
     return number
 
 
 def _file_name(trajectory_id: str) -> str:
     """Return a file name that no other id has."""
-    name = quote(trajectory_id, safe="", errors="backslashreplace")
+    name = quote(trajectory_id, safe="", errors="surrogatepass")
+    if name.startswith("."):
+        name = f"%2E{name[1:]}"  # else it would be hidden
     if len(name) <= _MAX_NAME_CHARS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
