@@ -14,7 +14,7 @@ WeightQuantisation: TypeAlias = Literal["none", "fp8"]
 
 ENGINE_KEY = "LONGARC_ENGINE_KEY"
 """Environment variable with the key of the engine servers; they and who uses them need the same."""
-
+_MOST_PORT = 65_535
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
@@ -67,6 +67,9 @@ class EngineConfig(Settings):
                     f"{address!r} is not the address of an engine server; write http://host:port, without "
                     f"a path"
                 )
+            port = address.rpartition(":")[2]
+            if port.isdecimal() and int(port) > _MOST_PORT:
+                raise ValueError(f"{address!r}: there is no port {port}, the last is {_MOST_PORT}")
             if servers.count(address) > 1:
                 raise ValueError(f"{address!r} stands there twice; name each server once")
         return servers

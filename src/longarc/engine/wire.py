@@ -172,8 +172,8 @@ def from_plain(kind: Any, raw: Any, *, where: str = "") -> Any:
         return _one_of(get_args(kind), raw, where)
     if origin is tuple and isinstance(raw, list):
         return _tuple(get_args(kind), raw, where)
-    if origin is Literal and raw in get_args(kind):
-        return raw
+    if origin is Literal:
+        return _one_of_these(get_args(kind), raw, where)
     if kind is float:
         return _float(raw, where)
     if kind is Any or (
@@ -227,6 +227,12 @@ def _one_of(kinds: tuple[Any, ...], raw: Any, where: str) -> Any:
         except EngineRequestError:
             continue
     return from_plain(rest[-1], raw, where=where)
+
+
+def _one_of_these(values: tuple[Any, ...], raw: Any, where: str) -> Any:
+    if raw in values:
+        return raw
+    raise EngineRequestError(f"{where}: {str(raw)[:80]!r} is none of {list(values)}")
 
 
 def _tuple(items: tuple[Any, ...], raw: list[Any], where: str) -> tuple[Any, ...]:

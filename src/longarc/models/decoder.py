@@ -24,6 +24,7 @@ from longarc.models.layout import Layout
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
 from longarc.models.mtp import DraftOutput, MultiTokenPredictor
+from longarc.models.room import room_for_rows
 from longarc.models.selection import Selection
 from longarc.models.sparse_attention import backend_for
 
@@ -172,6 +173,7 @@ class GlmMoeDsa(Decoder):
 
         Raises:
             ContractError: as for ``new_cache``; or the model cannot draft.
+            ResourceError: there is no memory for the rows.
         """
         if self.mtp is None:
             raise ContractError(
@@ -182,7 +184,8 @@ class GlmMoeDsa(Decoder):
         shape = CacheShape(
             num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
         )
-        return self._drafting_cache_of(shape)
+        with room_for_rows(shape.total_pages * shape.page_tokens):
+            return self._drafting_cache_of(shape)
 
     def _drafting_cache_of(self, shape: CacheShape) -> PagedCache:
         if native_for(*self.parameters()) and backend_for(self.output_weight) == "cpu":

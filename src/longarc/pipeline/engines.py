@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.model import ModelConfig
@@ -82,14 +81,19 @@ async def stopped_or_failed(stop: asyncio.Event, engines: Sequence[Engine]) -> N
     An engine of another program tells its failure only to who asks it for something, so it ends no wait.
     """
     own = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
-    if len(own) == len(engines):
-        waits.append(asyncio.gather(*(engine.failed() for engine in own)))
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        waits: list[asyncio.Task[bool]] = [tasks.create_task(stop.wait())]
+        if len(own) == len(engines):
+            waits.append(tasks.create_task(_all_failed(own)))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
         for wait in waits:
             wait.cancel()
+
+
+async def _all_failed(engines: Sequence[EmbeddedEngine]) -> bool:
+    for engine in engines:
+        await engine.failed()
+    return True
 
 
 def raise_failure(engines: Sequence[Engine]) -> None:
@@ -138,11 +142,13 @@ async def engine_servers(
                     f"of engine.servers. One that is lost later is done without"
                 ) from error
             _check(address, described, loaded, config, max_context_tokens=max_context_tokens)
-            engines[f"{address}#0"] = first
+            ranks = [first]
             for rank in range(1, described.num_ranks):
-                engines[f"{address}#{rank}"] = await opened.enter_async_context(
-                    RemoteEngine(address, api_key=key, rank=rank)
-                )
+                another = RemoteEngine(address, api_key=key, rank=rank)
+                ranks.append(await opened.enter_async_context(another))
+            for rank, engine in enumerate(ranks):
+                engine.expect(described)
+                engines[f"{address}#{rank}"] = engine
         router = await opened.enter_async_context(Router(engines, config.routing, seed=seed))
         await router.update_weights(
             WeightSource(
