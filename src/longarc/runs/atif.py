@@ -18,6 +18,7 @@ from importlib.metadata import version
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
+from longarc.errors import ContractError, boundary
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.segment import MAIN_AGENT, Segment, SegmentKind
 from longarc.records.trajectory import Trajectory
@@ -40,13 +41,17 @@ def trajectory_to_atif(trajectory: Trajectory, *, with_prompt_ids: bool = True) 
         trajectory: of a white-box environment or of a client that owns its context.
         with_prompt_ids: whether each agent step repeats its whole prompt, as the format has it. Without, a long
             trajectory takes a fraction of the room, and the record still has every prompt.
+
+    Raises:
+        ContractError: it holds what is no JSON, or JSON that is nested too deep for Python.
     """
-    documents = _Documents(trajectory, with_prompt_ids=with_prompt_ids)
-    if trajectory.turns:
-        documents.add_turns()
-    else:
-        documents.add_messages()
-    return documents.finished()
+    with boundary(ContractError, f"trajectory {trajectory.id!r} cannot be written as ATIF"):
+        documents = _Documents(trajectory, with_prompt_ids=with_prompt_ids)
+        if trajectory.turns:
+            documents.add_turns()
+        else:
+            documents.add_messages()
+        return documents.finished()
 
 
 @dataclass(frozen=True, slots=True)

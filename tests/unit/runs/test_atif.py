@@ -249,6 +249,16 @@ def test_a_record_that_is_none_is_refused(held):
         trajectories_from_atif(document, name="x")
 
 
+def test_what_is_nested_too_deep_for_python_is_refused_by_the_trajectorys_name():
+    deep: object = 1
+    for _ in range(5000):
+        deep = [deep]
+    call = ToolCall(id="c", name="f", arguments={"x": deep})
+    trajectory = replace(make_trajectory(), messages=(said("", tool_calls=(call,)),))
+    with pytest.raises(ContractError, match="'rl/0/0/0' cannot be written as ATIF: RecursionError"):
+        trajectory_to_atif(trajectory)
+
+
 # ------------------------------------------------------------------ documents of others
 
 STEPS = (
