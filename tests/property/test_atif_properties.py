@@ -62,7 +62,7 @@ def documents(draw):
     for path in draw(st.lists(st.sampled_from(PLACES[name]), min_size=1, max_size=3)):
         # What an earlier change took away cannot be changed again.
         with contextlib.suppress(KeyError, IndexError, TypeError):
-            changed(document, path, draw(st.just("drop") | STRANGE))
+            changed(document, path, copy.deepcopy(draw(st.just("drop") | STRANGE)))
     return document
 
 
