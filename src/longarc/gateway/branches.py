@@ -67,6 +67,7 @@ def turns_of(tree: SessionTree, placed: Sequence[Place]) -> tuple[Turn, ...]:
                 answer=node.message,
                 finish_reason=node.finish_reason,
                 elapsed_s=node.asked.elapsed_s,
+                tools=node.asked.tools if node.parent is None else (),
             )
         )
     return tuple(turns)

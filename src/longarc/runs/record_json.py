@@ -34,7 +34,8 @@ PLAIN_FIELDS: Final = (
     "info",
 )
 """Fields of a trajectory that are JSON as they are."""
-_FORMAT: Final = "longarc-trajectory-1"
+FORMAT: Final = "longarc-trajectory-1"
+"""What ``trajectory_to_json`` calls its form."""
 
 
 def to_json(value: object) -> bytes:
@@ -106,19 +107,24 @@ def turn_to_json(turn: Turn) -> dict[str, object]:
         "answer": message_to_json(turn.answer),
         "finish_reason": turn.finish_reason,
         "elapsed_s": turn.elapsed_s,
+        **({"tools": tools_to_json(turn.tools)} if turn.tools else {}),
     }
 
 
 def turn_from_json(data: Mapping[str, Any]) -> Turn:
     """Undo ``turn_to_json``."""
-    said = tuple(message_from_json(message) for message in data["said"])
-    return Turn(**{**data, "said": said, "answer": message_from_json(data["answer"])})
+    read = {
+        "said": tuple(message_from_json(message) for message in data["said"]),
+        "answer": message_from_json(data["answer"]),
+        "tools": tools_from_json(data.get("tools", ())),
+    }
+    return Turn(**{**data, **read})
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """Return all of a trajectory as JSON; ``trajectory_from_json`` gives the equal record back."""
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         **{name: getattr(trajectory, name) for name in PLAIN_FIELDS},
         "messages": [message_to_json(message) for message in trajectory.messages],
         "tools": tools_to_json(trajectory.tools),
@@ -134,9 +140,9 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
         ContractError: it is not what that wrote.
     """
     with boundary(ContractError, "a trajectory in JSON is damaged"):
-        if data.get("format") != _FORMAT:
+        if data.get("format") != FORMAT:
             raise ContractError(
-                f"a trajectory in JSON has format {data.get('format')!r}, this LongArc reads {_FORMAT!r}"
+                f"a trajectory in JSON has format {data.get('format')!r}, this LongArc reads {FORMAT!r}"
             )
         plain = {name: data[name] for name in PLAIN_FIELDS}
         plain["outcome"] = Outcome(plain["outcome"])
