@@ -49,6 +49,7 @@ def any_segment(draw):
         behaviour_logprobs=tuple(draw(exact) if s else 0.0 for s in sampled),
         policy_versions=tuple(draw(st.integers(0, 2**40)) if s else -1 for s in sampled),
         kept_ids=draw(st.sampled_from([None, tuple(kept)])),
+        routing=draw(st.none() | st.tuples(*[st.binary(max_size=5)] * length)),
         kind=draw(st.sampled_from(list(SegmentKind))),
         order=draw(st.integers(0, 9)),
         parent=draw(st.none() | st.integers(0, 9)),

@@ -14,6 +14,9 @@ _Text = InstanceOf[str]
 """Any text, lone surrogates as well, which pydantic's own ``str`` refuses."""
 _Count = Annotated[int, Field(ge=0)]
 _Runs = list[_Count]
+_Base64 = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$")
+]
 _SHOWN_PROBLEMS = 3
 
 
@@ -67,6 +70,7 @@ class _Segment(_Form):
     logprobs: list[float]
     version_runs: list[Annotated[_Runs, Field(min_length=2, max_length=2)]]
     kept_ids: list[list[int]] | None = None
+    routing: list[_Base64] | None = None
 
 
 class _Trajectory(_Form):
