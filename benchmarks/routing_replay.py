@@ -1,7 +1,9 @@
 """What recorded routing costs: the engine's speed, bytes of a token, and a training step that replays.
 
 The miniature's shape with random weights; 16 sequences with prompts of their own are completed by engines that record
-nothing, experts, and experts and keys, in turns. One step is then trained on what each of them sampled.
+nothing, experts, and experts and keys, in turns. One step is then trained on what each of them sampled. Each of them has one
+thread and is timed by the processor, which others on the machine disturb less than the clock; ratios are the medians of a
+turn's.
 
 Usage: python benchmarks/routing_replay.py [--repeats 5] [--prompt 384] [--new 128]
 """
@@ -11,10 +13,9 @@ import asyncio
 import random
 import statistics
 import tempfile
-import time
 from typing import get_args
 
-from common import Table, positive
+from common import Table, positive, processor_s
 
 from longarc.algos import losses
 from longarc.config.engine import EngineConfig
@@ -74,14 +75,14 @@ def _add_rows(
 ) -> None:
     rate, step = statistics.median(rates[kind]), statistics.median(steps[kind])
     table.row(
-        f"engine records {kind}: prompt and new tokens [tokens/s]",
+        f"engine records {kind}: prompt and new tokens [tokens/s of one core]",
         f"{rate:,.0f} ({min(rates[kind]):,.0f} to {max(rates[kind]):,.0f})",
-        ratio=rate / statistics.median(rates["none"]),
+        ratio=_ratio(rates[kind], rates["none"]),
     )
     table.row(
-        f"step replays {kind} [ms]",
+        f"step replays {kind} [ms of one core]",
         f"{1000 * step:.0f} ({1000 * min(steps[kind]):.0f} to {1000 * max(steps[kind]):.0f})",
-        ratio=step / statistics.median(steps["none"]),
+        ratio=_ratio(steps[kind], steps["none"]),
     )
     num_tokens = sum(len(segment.token_ids) for segment in segments)
     routed = sum(len(blob) for segment in segments for blob in segment.routing or ())
@@ -92,10 +93,14 @@ def _add_rows(
     )
 
 
+def _ratio(figures: list[float], without: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(figures, without, strict=True))
+
+
 async def _completed(
     model: Decoder, kind: RoutingReplay, prompts: list[list[int]], num_new: int
 ) -> tuple[float, list[Segment]]:
-    """Return how long all completions took [seconds], and what they are for a trainer."""
+    """Return the processor time of all completions [seconds], and what they are for a trainer."""
     context = len(prompts[0]) + num_new
     engine = EmbeddedEngine(
         model,
@@ -123,14 +128,14 @@ async def _completed(
         )
 
     async with engine:
-        started_s = time.perf_counter()
+        started_s = processor_s()
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(complete(index)) for index in range(len(prompts))]
-        return time.perf_counter() - started_s, [task.result() for task in running]
+        return processor_s() - started_s, [task.result() for task in running]
 
 
 def _trained(model: Decoder, kind: RoutingReplay, segments: list[Segment]) -> float:
-    """Return how long a step on all segments takes [seconds]."""
+    """Return the processor time of a step on all segments [seconds]."""
     members = tuple(
         _trajectory([segment], name=str(index), reward=float(index % 2))
         for index, segment in enumerate(segments)
@@ -155,9 +160,9 @@ def _trained(model: Decoder, kind: RoutingReplay, segments: list[Segment]) -> fl
             loss=losses.icepop,
             publish_directory=scratch,
         )
-        started_s = time.perf_counter()
+        started_s = processor_s()
         trainer.take_step(batch)
-        return time.perf_counter() - started_s
+        return processor_s() - started_s
 
 
 def _trajectory(segments: list[Segment], *, name: str, reward: float) -> Trajectory:
