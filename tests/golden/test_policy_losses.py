@@ -6,14 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longarc.algos.clipping import clipped_objective
 from longarc.algos.distill import distillation_advantages
 from longarc.algos.importance import double_sided_weights, icepop_weights
-from longarc.algos.policy_loss import (
-    clipped_objective,
-    double_sided_loss,
-    icepop_loss,
-    ppo_clip_loss,
-)
+from longarc.algos.policy_loss import double_sided_loss, icepop_loss, ppo_clip_loss
 
 DATA = Path(__file__).parent / "data"
 
