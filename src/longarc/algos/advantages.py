@@ -64,7 +64,7 @@ def rloo_advantages(
 ) -> Float[Tensor, " members"]:
     """Return ``R_i - b_i = G / (G - 1) (R_i - mean)`` with the leave-one-out baseline, in float64.
 
-    Source: RLOO, Ahmadian et al. (arXiv:2402.14740), eq. 6.
+    Source: RLOO, Ahmadian et al. (arXiv:2402.14740).
 
     Args:
         rewards: see :func:`leave_one_out_baselines`.

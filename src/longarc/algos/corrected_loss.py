@@ -118,7 +118,7 @@ def decoupled_ppo_loss(
     The trust region is around the proximal policy and the correction against the behaviour policy. With
     proximal = behaviour this is PPO; with proximal = policy it is REINFORCE with importance weights.
 
-    Source: AReaL (arXiv:2505.24298), section 5.2; A-3PO (arXiv:2512.06547).
+    Source: AReaL (arXiv:2505.24298); A-3PO (arXiv:2512.06547).
 
     Args:
         policy_logprobs: log pi [nats] under the weights being trained; carries gradient.

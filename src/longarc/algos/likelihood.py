@@ -19,7 +19,7 @@ def positive_example_loss(
 
     The normaliser counts these tokens alone, so that each of the two is divided by its own.
 
-    Source: VAPO (arXiv:2504.05118), section 4.3: with a weight of 0.1.
+    Source: VAPO (arXiv:2504.05118), with a weight of 0.1.
 
     Args:
         policy_logprobs: log pi [nats] under the weights being trained; carries gradient.

@@ -189,7 +189,7 @@ def gspo_loss(
     ``W_i`` is the sum of the token weights of the sequence: 1 with 1/|y|, as in the paper, where each token then gets
     the gradient ``s_i A_i / |y_i|``. A sequence is clipped whole; ``num_rejected`` counts its tokens.
 
-    Source: GSPO (arXiv:2507.18071), eq. 5 to 7.
+    Source: GSPO (arXiv:2507.18071).
 
     Args:
         policy_logprobs: log pi [nats] under the weights being trained; carries gradient.
