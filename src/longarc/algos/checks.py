@@ -37,16 +37,23 @@ def check_not_negative(name: str, value: float) -> None:
         raise ConfigError(f"{name}={value} is out of range; choose 0 or a number above it")
 
 
-def check_band(low: float, high: float) -> None:
+def check_band(low: float, high: float, *, is_closed: bool) -> None:
     """Refuse a band of ratios without 1 inside: it would reject what the policy of today sampled.
+
+    Args:
+        low: lower bound of the ratio.
+        high: upper bound of the ratio.
+        is_closed: whether the bounds belong to the band; then both may be 1.
 
     Raises:
         ConfigError: names both bounds.
     """
-    if not 0.0 <= low < 1.0 < high:
+    holds_one = low <= 1.0 <= high if is_closed else low < 1.0 < high
+    if not (low >= 0.0 and holds_one):
+        sign = "<=" if is_closed else "<"
         raise ConfigError(
-            f"low={low}, high={high}: the band excludes the ratio 1 of an on-policy token, or has no ratio in it; "
-            f"choose 0 <= low < 1 < high. They are bounds and not epsilons: 0.2 and 1.28, not 0.8 and 0.28"
+            f"low={low}, high={high}: the band excludes the ratio 1 of an on-policy token, or goes below 0; choose "
+            f"0 <= low {sign} 1 {sign} high. They are bounds and not epsilons: 0.2 and 1.28, not 0.8 and 0.28"
         )
 
 

@@ -23,7 +23,7 @@ def icepop_weights(
     Raises:
         ConfigError: the band excludes 1.
     """
-    check_band(low, high)
+    check_band(low, high, is_closed=True)
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
@@ -38,7 +38,7 @@ def double_sided_weights(
     Raises:
         ConfigError: the band excludes 1.
     """
-    check_band(low, high)
+    check_band(low, high, is_closed=False)
     return torch.where((ratio > low) & (ratio < high), ratio, 0.0)
 
 
@@ -92,7 +92,7 @@ def masked_weights(
     Raises:
         ConfigError: the band excludes 1, or the veto is not in [0, 1].
     """
-    check_band(low, high)
+    check_band(low, high, is_closed=True)
     check_frac("veto", veto)
     log_ratio = log_ratio.masked_fill(~train_mask, 0.0)
     ratio = log_ratio.exp()
