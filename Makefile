@@ -66,8 +66,9 @@ types: $(STAMP_DEV) ## mypy --strict
 contracts: $(STAMP_DEV) ## the layering contract
 	$(BIN)/lint-imports
 
-docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes
+docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes and docs/algorithms.md from docstrings
 	$(BIN)/longarc config schema --format markdown > docs/config.md
+	$(BIN)/python scripts/algorithms_page.py > docs/algorithms.md
 
 $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 	@bash scripts/setup_peers.sh "$(PYTHON)" && touch $@

@@ -32,7 +32,8 @@ def token_weights(
     * ``group_mean``: n = sum_i m_i |y_i|, so that every group counts alike, ``1/sum_i |y_i|`` per prompt as DAPO
       and CISPO (arXiv:2506.13585) write it.
 
-    Source: see each.
+    Source: GLM-5 (arXiv:2602.15763) eq. 1 and 3, GRPO (arXiv:2402.03300), DAPO (arXiv:2503.14476) and CompactionRL
+    (arXiv:2607.05378) eq. 12, as said above.
 
     Args:
         segment_lengths: trained tokens [tokens] of each segment of each trajectory of the group.

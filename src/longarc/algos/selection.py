@@ -15,8 +15,8 @@ NO_KEY = -1
 def select_keys(scores_QK: Float[Tensor, "Q K"], *, num_selected: int) -> Int[Tensor, "Q S"]:
     """Return the keys each query of a block attends to, ascending, NO_KEY last.
 
-    The S best by score; equal scores go to the lower index. Invisible keys carry -inf and are never
-    chosen.
+    The first S of ``sort by (-score, index)``: equal scores go to the lower index. Invisible keys carry
+    -inf and are never chosen.
 
     Selection must be reproducible: a trainer and an engine that pick different keys for the same
     token compute different log-probabilities, and the importance ratio then measures that
