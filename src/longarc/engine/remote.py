@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 
 import httpx
 
+from longarc.engine.request import whole_ids
 from longarc.engine.wire import (
     INSTANCE_HEADER,
     PROTOCOL_HEADER,
@@ -65,6 +66,7 @@ class RemoteEngine:
         self._rank = rank
         self._name = f"{address} rank {rank}"
         self._instance_id = ""
+        self._expected: EngineDescription | None = None
         self._client = httpx.AsyncClient(
             base_url=address,
             headers={
@@ -105,6 +107,10 @@ class RemoteEngine:
         """
         return await self._ask("GET", "/v1/engine", EngineDescription)
 
+    def expect(self, description: EngineDescription) -> None:
+        """Hold every start of the server to this: weights tell neither how a model attends nor how it rounds."""
+        self._expected = description
+
     # The Engine port -------------------------------------------------------------------------
 
     async def stream(
@@ -113,7 +119,7 @@ class RemoteEngine:
         """Sample one completion; see `longarc.records.ports.Engine`."""
         body = dumps(
             StreamRequest(
-                prompt_ids=tuple(map(int, prompt_ids)),
+                prompt_ids=tuple(whole_ids("prompt ids", prompt_ids)),
                 sampling=sampling,
                 session_id=session_id,
                 rank=self._rank,
@@ -137,7 +143,9 @@ class RemoteEngine:
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
         body = ScoreRequest(
-            token_ids=tuple(map(int, token_ids)), temperature=temperature, rank=self._rank
+            token_ids=tuple(whole_ids("token ids", token_ids)),
+            temperature=temperature,
+            rank=self._rank,
         )
         reply = await self._ask("POST", "/v1/score", ScoreReply, body)
         return list(reply.logprobs)
@@ -150,8 +158,18 @@ class RemoteEngine:
         await self._ask("POST", "/v1/update_weights", UpdateReply, body)
 
     async def health(self) -> EngineHealth:
-        """Ask the server; what it answers says which start of it the next requests are meant for."""
+        """Ask the server; what it answers says which start of it the next requests are meant for.
+
+        Raises:
+            EngineLostError: it does not answer, or serves something else since it was started anew.
+        """
         health = await self._ask("GET", f"/v1/health?rank={self._rank}", EngineHealth)
+        if self._expected is not None and health.instance_id != self._instance_id:
+            change = _change(self._expected, await self.describe())
+            if change is not None:
+                raise EngineLostError(
+                    f"{self._name} was started anew and {change}; start it as it was before"
+                )
         self._instance_id = health.instance_id
         return health
 
@@ -194,6 +212,23 @@ class RemoteEngine:
             raise EngineLostError(
                 f"{self._name} was started anew: its weights may be others. Ask for its health first"
             )
+
+
+def _change(before: EngineDescription, now: EngineDescription) -> str | None:
+    """Say what a server serves otherwise than before; None where who sampled there can go on."""
+    for name in ("attention", "weight_quantisation", "cache_quantisation"):
+        was, found = getattr(before, name), getattr(now, name)
+        if was != found:
+            return f"has {name}={found!r} now, it had {was!r}"
+    if before.model != now.model:
+        keys = {*before.model, *now.model}
+        key = min(key for key in keys if before.model.get(key) != now.model.get(key))
+        return f"serves another model: {key} is {now.model.get(key)!r} now, it was {before.model.get(key)!r}"
+    for name in ("max_context_tokens", "num_ranks"):
+        was, found = getattr(before, name), getattr(now, name)
+        if found < was:
+            return f"has {name}={found} now, it had {was}"
+    return None
 
 
 def _absolute(source: WeightSource) -> WeightSource:
