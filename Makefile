@@ -16,7 +16,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-replay bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-replay bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ smollm-tools: models/smollm2-135m/config.json ## SmolLM2-135M becomes an agent: 
 test: $(STAMP_DEV) ## all tests
 	$(BIN)/python -m pytest -q
 
+cover-algos: $(STAMP_DEV) ## does a test run every line of longarc.algos?
+	$(BIN)/coverage run --data-file=.coverage.algos --source=src/longarc/algos -m pytest -q tests/golden tests/property tests/unit/algos
+	$(BIN)/coverage report --data-file=.coverage.algos --show-missing --skip-covered --fail-under=100
+
 lint: $(STAMP_DEV) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,8 +67,9 @@ types: $(STAMP_DEV) ## mypy --strict
 contracts: $(STAMP_DEV) ## the layering contract
 	$(BIN)/lint-imports
 
-docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes
+docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes and docs/algorithms.md from docstrings
 	$(BIN)/longarc config schema --format markdown > docs/config.md
+	$(BIN)/python scripts/algorithms_page.py > docs/algorithms.md
 
 $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 	@bash scripts/setup_peers.sh "$(PYTHON)" && touch $@
@@ -82,7 +87,7 @@ $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine training exact update sandbox model grpo async; do \
+	@status=0; for name in engine training exact update sandbox model algos grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
@@ -103,6 +108,9 @@ bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
 
 bench-model: $(STAMP_DEV) ## parts of training beside what PyTorch offers
 	@$(BIN)/python benchmarks/model.py $(BENCH)
+
+bench-algos: $(STAMP_DEV) ## the mathematics of a step beside the model's own; packed, split and whole
+	@$(BIN)/python benchmarks/algos.py $(BENCH)
 
 bench-attention: $(STAMP_DEV) ## full attention, windows, linear attention and DSA compared, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/attention_study.py --run $(RUN_DIR) $(BENCH)

@@ -276,6 +276,7 @@ def _loss_inputs(
         advantages=policy.new_tensor([document.advantage for document in own]),
         train_mask=torch.ones_like(policy, dtype=torch.bool),
         token_weights=policy.new_tensor([document.token_weight for document in own]),
+        sequence_ids=micro_batch.sequence_indices,
     )
 
 
