@@ -11,8 +11,9 @@ other; ``pipeline`` gives each one an object that satisfies them.
          \\--Trainer--> trainer
 """
 
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from longarc.records.batch import Batch, StepReport
@@ -136,9 +137,13 @@ class SandboxSpec:
     memory_bytes: int = 1 << 30
     disk_bytes: int = 64 << 20
     num_processes: int = 64
+    num_open_files: int = 256
+    """Descriptors that one process may have open."""
     output_bytes: int = 1 << 16
     """Output of one command that is kept [bytes]."""
     lifetime_s: float = 600.0
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Files and folders of the host that can be read in the box, by their path there, which begins with ``/opt/``."""
 
 
 class Sandbox(Protocol):
@@ -156,6 +161,14 @@ class Sandbox(Protocol):
 
     async def read(self, path: str) -> bytes:
         """Read a file; relative paths start at the workspace."""
+        ...
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on 127.0.0.1 of the box, where nothing of the host can be reached otherwise.
+
+        Args:
+            port: what programs in the box connect to.
+        """
         ...
 
     async def close(self) -> None:

@@ -2,8 +2,8 @@
 
 ::
 
-    exec/read/write --frame--> socketpair --> execd (process 1 of the box)
-                    <--frame--
+    exec/read/write/listen --frame--> socketpair --> execd (process 1 of the box)
+                           <--frame--
     close: kills execd; the kernel ends the rest of the box; the pidfd of execd becomes readable;
            both bwraps follow and are reaped
 
@@ -15,6 +15,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -164,6 +165,33 @@ class BwrapSandbox:
         (data,) = await self.request(request, timeout_s=REPLY_GRACE_S)
         return data
 
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on 127.0.0.1:``port`` of the box; whoever has it is all that the box can reach.
+
+        Raises:
+            OSError: a program of the box has the port.
+            SandboxError: the box is lost, or sent something else than a listening socket.
+        """
+        if not 1 <= port <= 65535:
+            raise ValueError(f"port is {port}; allowed is 1 to 65535")
+        await self.request([b"listen", b"%d" % port], timeout_s=REPLY_GRACE_S)
+        descriptor = self._connection.take_descriptor()
+        try:
+            listener = None if descriptor is None else socket.socket(fileno=descriptor)
+        except OSError as error:  # no socket at all
+            os.close(descriptor or 0)
+            raise SandboxError(self._no_listener()) from error
+        if listener is None or not _is_listening(listener):
+            if listener is not None:
+                listener.close()
+            raise SandboxError(self._no_listener())
+        listener.setblocking(False)
+        return listener
+
+    def _no_listener(self) -> str:
+        self._lose("it sent something else than a listening socket")
+        return f"box {self.id} sent something else than a listening socket; open a new one"
+
     async def close(self) -> None:
         """End every process of the box and remove all it wrote; a second call waits for the first."""
         if self._closing is None:
@@ -231,6 +259,15 @@ class BwrapSandbox:
         except (OSError, SandboxError):
             return False
         return True
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    """Whether it is what was asked for: the box is not trusted."""
+    return (
+        sock.family == socket.AF_INET
+        and sock.type == socket.SOCK_STREAM
+        and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    )
 
 
 def _encoded(text: str) -> bytes:

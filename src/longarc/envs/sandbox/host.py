@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longarc.envs.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
-from longarc.errors import SandboxError
+from longarc.errors import ConfigError, SandboxError
 
 SANDBOX_UID = 64_000
 """User and group that boxes run as when LongArc itself runs as root; belongs to nobody on Debian."""
@@ -82,6 +82,27 @@ def look_up_host(bwrap_candidates: Sequence[str] | None = None) -> Host:
         gid=SANDBOX_UID if is_root else os.getegid(),
         setpriv=_setpriv() if is_root else None,
     )
+
+
+def check_can_be_shown(host: Host, path: str) -> None:
+    """Refuse a path that a box cannot show.
+
+    Raises:
+        ConfigError: it does not exist, the user of the box may not read it, or the box's own files cover it.
+    """
+    place = Path(path)
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{path} does not exist or cannot be read, so a box cannot show it")
+    if host.setpriv is not None and not _open_to_all(place):
+        raise ConfigError(
+            f"{path} cannot be read by uid {host.uid}, as which boxes run when LongArc runs as root: install it where "
+            f"every user may read it (below /opt or /srv, or chmod o+rX the folders above it), or run LongArc as the "
+            f"user who owns it"
+        )
+    if (str(place.resolve()) + "/").startswith(host.scratch + "/"):
+        raise ConfigError(
+            f"{path} lies below {host.scratch}, over which a box mounts its own files; install it elsewhere"
+        )
 
 
 def _box_python(*, for_other_user: bool) -> tuple[str, str | None]:
