@@ -142,6 +142,9 @@ class FakeSession:
             ),
         )
 
+    def turns(self) -> tuple[()]:
+        return ()
+
     async def close(self) -> None:
         self.is_closed = True
 

@@ -96,7 +96,9 @@ async def test_shutting_down_ends_a_frame_that_cannot_be_sent(ends):
         await waiting
 
 
-async def test_a_descriptor_comes_with_an_answer_and_is_closed_where_nobody_takes_it(ends, tmp_path):
+async def test_a_descriptor_comes_with_an_answer_and_is_closed_where_nobody_takes_it(
+    ends, tmp_path
+):
     connection, theirs = ends
     loop = asyncio.get_running_loop()
 

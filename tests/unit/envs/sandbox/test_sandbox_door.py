@@ -85,7 +85,9 @@ async def test_anything_but_a_listening_socket_ends_the_box(box, monkeypatch):
         monkeypatch.setattr(box._connection, "take_descriptor", sent.detach)
         with pytest.raises(SandboxError, match="something else than a listening socket"):
             await box.listen(PORT)
-    monkeypatch.setattr(box._connection, "take_descriptor", lambda: os.open("/dev/null", os.O_RDONLY))
+    monkeypatch.setattr(
+        box._connection, "take_descriptor", lambda: os.open("/dev/null", os.O_RDONLY)
+    )
     with pytest.raises(SandboxError, match="something else than a listening socket"):
         await box.listen(PORT)
 
@@ -111,7 +113,10 @@ async def test_a_box_shows_what_the_spec_says_and_nothing_can_be_written_there(r
 @pytest.mark.parametrize(
     ("shown", "said"),
     [
-        ({"/usr/agent": "/usr"}, "'/usr/agent' as a path in the box; allowed are plain paths below /opt/"),
+        (
+            {"/usr/agent": "/usr"},
+            "'/usr/agent' as a path in the box; allowed are plain paths below /opt/",
+        ),
         ({"/opt/../usr": "/usr"}, "as a path in the box"),
         ({"/opt/agent": "/no/such/folder"}, "/no/such/folder does not exist or cannot be read"),
     ],
