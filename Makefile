@@ -16,7 +16,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router bench-gateway kill-test peers gateways vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ bench-gateway: $(STAMP_DEV) $(STAMP_GATEWAYS) models/smollm2-135m/config.json ##
 
 kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
 	@$(BIN)/python benchmarks/kill_test.py $(BENCH)
+
+fuzz-gateway: $(STAMP_DEV) ## 100,000 requests near what clients send, in each dialect
+	PYTHONPATH=tests $(BIN)/python tests/codec_fuzz.py $(BENCH)
 
 integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) models/smollm2-135m/config.json ## the tests that need the peers, and a real vLLM
 	$(BIN)/python -m pytest -q -m integration

@@ -60,7 +60,7 @@ class Bench:
         job.setdefault("reply", json.dumps(made.reply, ensure_ascii=False)[1:-1])
         (self.scratch / "job.json").write_text(json.dumps(job))
         done = subprocess.run(
-            _pinned(LOAD_CORE, HERE / "gateway_load.py", self.scratch / "job.json"),
+            _pinned(LOAD_CORE, HERE / "gateway_load_worker.py", self.scratch / "job.json"),
             stdout=subprocess.PIPE,
             check=True,
         )
@@ -145,7 +145,7 @@ def _process(
 def _stub(scratch: Path, made: Traffic) -> Iterator[int]:
     job = {"port": 0, "ids": made.reply_ids, "text": made.reply, "max_context_tokens": 1 << 20}
     (scratch / "stub.json").write_text(json.dumps(job))
-    argv = _pinned(LOAD_CORE, HERE / "gateway_stub.py", scratch / "stub.json")
+    argv = _pinned(LOAD_CORE, HERE / "gateway_stub_worker.py", scratch / "stub.json")
     with _process(argv, scratch / "stub.log") as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())["port"]

@@ -22,9 +22,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=positive, default=5000)
     parser.add_argument("--seed", type=natural, default=0, help="of the first conversation")
+    parser.add_argument("--quick", action="store_true", help="100 conversations")
     arguments = parser.parse_args()
     began_s = time.monotonic()
-    seeds = range(arguments.seed, arguments.seed + arguments.conversations)
+    num = 100 if arguments.quick else arguments.conversations
+    seeds = range(arguments.seed, arguments.seed + num)
     counts = asyncio.run(play_all(seeds))
     for name, count in sorted(counts.items()):
         print(f"{name:>15} {count:>10}")

@@ -21,8 +21,9 @@ from statistics import median
 
 from common import positive
 
-from longarc.gateway.chat_completions import read_request
+from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
+from longarc.gateway.dialect import Surroundings
 from longarc.gateway.session import GatewaySession
 from longarc.gateway.turn_options import TurnOptions
 from longarc.records.lineage import Lineage
@@ -151,11 +152,14 @@ async def history_ms(workload: Workload, gateway: Gateway) -> tuple[float, float
         {"role": "user" if i % 2 == 0 else "assistant", "content": f"{i} {filler}"}
         for i in range(MESSAGES - 1)
     ]
+    around = Surroundings(
+        tokenizer=gateway.chat_format.tokenizer, created_s=0, history=session.history
+    )
     times: list[tuple[float, float]] = []
     for number in range(12):
         body = json.dumps({"model": "m", "messages": wire}).encode()
         began = time.process_time()
-        request = read_request(body)
+        request = ChatCompletions().read(body, around).request
         read = time.process_time()
         answer = await session.answer(request.messages, options=TurnOptions(lineage=Lineage()))
         times.append((read - began, time.process_time() - read))
@@ -188,7 +192,9 @@ def main() -> int:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=positive, default=512)
-    return asyncio.run(measure(parser.parse_args().sessions))
+    parser.add_argument("--quick", action="store_true", help="32 sessions")
+    arguments = parser.parse_args()
+    return asyncio.run(measure(32 if arguments.quick else arguments.sessions))
 
 
 if __name__ == "__main__":

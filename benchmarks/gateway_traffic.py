@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from longarc.tokens.formats import chat_format
+from longarc.tokens.formats import make_chat_format
 from longarc.tokens.tokenizer import Tokenizer
 
 TAG = "@@@@@@@@"
@@ -97,7 +97,7 @@ def traffic(
             {"role": "assistant", "content": REPLY},
             {"role": "user", "content": f"{TAG} {_cut(texts, observation_chars)}"},
         ]
-    chats = chat_format("chatml", tokenizer)
+    chats = make_chat_format("chatml", tokenizer)
     ids = [*tokenizer.encode(REPLY), chats.stop_ids[0]]
     first = orjson.dumps(tokenizer.decode(ids[:1])).decode().strip('"')
     return Traffic(bodies, REPLY, ids, f'"content":"{first}')

@@ -178,7 +178,7 @@ def spelled(chat_format: ChatFormat, said: Say, *, thinking: bool, seed: int) ->
 @cache
 def tokenizer() -> Tokenizer:
     """A small BPE with GLM's control tokens, trained on the sources of this project."""
-    files = sorted((ROOT / "src/longarc").rglob("*.py"))[:120] + [ROOT / "README.md"]
+    files = [*sorted((ROOT / "src/longarc").rglob("*.py"))[:120], ROOT / "README.md"]
     return Tokenizer.train([file.read_text() for file in files], vocab_size=VOCABULARY)
 
 
@@ -224,15 +224,16 @@ async def world(
     """Open a session; without a script the embedded engine's own tokens are the answers."""
     chat_format = GlmFormat(tokenizer())
     async with embedded(chat_format) as engine:
-        policy = (
-            None if decide is None else ScriptedPolicy(engine, chat_format, decide, thinking)
-        )
+        policy = None if decide is None else ScriptedPolicy(engine, chat_format, decide, thinking)
         recording = RecordingEngine(policy or engine)
         sessions = RolloutSessions(Gateway(recording, chat_format))
         session = sessions.open(
             "s",
             sampling=Sampling(
-                max_new_tokens=max_new_tokens, temperature=1.0, stop_ids=chat_format.stop_ids, seed=5
+                max_new_tokens=max_new_tokens,
+                temperature=1.0,
+                stop_ids=chat_format.stop_ids,
+                seed=5,
             ),
             thinking=thinking,
             max_context_tokens=CONTEXT,

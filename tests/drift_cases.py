@@ -9,13 +9,15 @@ gateway is killed now and then. The engine records what it saw and sampled; ``ch
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 from drift_parts import MOVES, OPTIONS, TOOLS, RecordingEngine, Wire, text
 from longarc.errors import EngineError
-from longarc.gateway.chat_completions import read_request
+from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
+from longarc.gateway.dialect import ChatRequest, Surroundings
 from longarc.gateway.session import Answer, GatewaySession
 from longarc.gateway.tree import digest_ids, id_array
 from longarc.gateway.turn_options import TurnOptions
@@ -26,7 +28,9 @@ from longarc.records.segment import SegmentKind
 from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.chatml import ChatMlFormat
 from longarc.tokens.glm import GlmFormat
+from longarc.tokens.template_format import TemplateFormat
 from longarc.tokens.tokenizer import GLM_SPECIAL_TOKENS
+from template_cases import GROWING, template_format
 from token_samples import BASH, qwen_tokenizer, small_tokenizer
 
 
@@ -55,8 +59,10 @@ def chat_formats() -> tuple[tuple[ChatFormat, bool], ...]:
     assert set(GLM_SPECIAL_TOKENS)
     return (
         (GlmFormat(small_tokenizer()), True),
+        (GlmFormat(small_tokenizer(), version="glm-4.5"), True),
         (GlmFormat(small_tokenizer(), version="glm-5.2"), True),
         (ChatMlFormat(qwen_tokenizer()), False),
+        (template_format(GROWING), False),
     )
 
 
@@ -72,7 +78,13 @@ class Conversation:
         self.rng = random.Random(f"drift/{seed}")
         chat_format, is_glm = self.rng.choice(chat_formats())
         self.format = chat_format
-        self.engine = RecordingEngine(chat_format.tokenizer, is_glm, self.rng)
+        tags = chat_format.streamed_tags
+        self.engine = RecordingEngine(
+            chat_format.tokenizer,
+            is_glm,
+            self.rng,
+            opens_thinking=tags is None or tags.opens_thinking,
+        )
         self.wire = Wire(self.rng)
         self.lineage = Lineage() if self.rng.random() < 0.7 else None
         self.counts: Counter[str] = Counter()
@@ -193,7 +205,7 @@ class Conversation:
         options = replace(
             self._options(), idempotency_key=key and f"{key}{before}", body_digest=b"%d" % before
         )
-        messages = read_request(self.wire.body(context.messages, TOOLS)).messages
+        messages = self._sent(context.messages, TOOLS).messages
         first, second = await asyncio.gather(
             self.session.answer(messages, tools=TOOLS, options=options),
             self.session.answer(messages, tools=TOOLS, options=options),
@@ -234,7 +246,7 @@ class Conversation:
     async def _ask(
         self, context: Context, *, tools: tuple[ToolSpec, ...] = TOOLS, is_side: bool = False
     ) -> Context:
-        request = read_request(self.wire.body(context.messages, tools))
+        request = self._sent(context.messages, tools)
         answer = await self.session.answer(
             request.messages, tools=request.tools, options=self._options()
         )
@@ -242,6 +254,13 @@ class Conversation:
         if is_side and self.lineage is not None:
             self.side_records.add(answered.answers[len(context.messages)])
         return answered
+
+    def _sent(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> ChatRequest:
+        """A conversation as the codec reads it from the client's spelling, which it may have seen before."""
+        around = Surroundings(
+            tokenizer=self.format.tokenizer, created_s=0, history=self.session.history
+        )
+        return ChatCompletions().read(self.wire.body(messages, tools), around).request
 
     def _answered(self, context: Context, answer: Answer) -> Context:
         number = next(
@@ -253,7 +272,11 @@ class Conversation:
         if context.expected is not None:
             parent = self.engine.records[context.expected]
             stored = parent.prompt + parent.ids
-            self._same(record.prompt[: len(stored)], stored, "the prefix of a prompt")
+            if answer.node.parent is None and isinstance(self.format, TemplateFormat):
+                # A template may show the turn otherwise, such as one with a stray tag: then it is a branch.
+                self.counts["rewritten"] += 1
+            else:
+                self._same(record.prompt[: len(stored)], stored, "the prefix of a prompt")
         message = answer.turn.message
         return Context(
             [*context.messages, message], {**context.answers, len(context.messages): number}

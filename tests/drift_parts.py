@@ -58,6 +58,8 @@ class RecordingEngine:
     tokenizer: Tokenizer
     is_glm: bool
     rng: random.Random
+    opens_thinking: bool = True
+    """Whether the prompt opens the reasoning; the model does so itself otherwise, mostly."""
     records: list[Record] = field(default_factory=list)
     fails: bool = False
     """Whether the next request ends in the middle."""
@@ -108,6 +110,8 @@ class RecordingEngine:
         if says is None and rng.random() < 0.1:
             return [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 30))]
         parts: list[tuple[str, bool]] = []
+        if not self.opens_thinking and rng.random() < 0.95:
+            parts.append(("<think>", True))
         if rng.random() < 0.7:
             parts.append((text(rng), False))
         parts.append(("</think>", True))

@@ -27,7 +27,7 @@ ADMIN_KEY = "LONGARC_ADMIN_KEY"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    from longarc.tokens.formats import CHAT_FORMATS
+    from longarc.config.format_names import FORMAT_NAMES
 
     parser.add_argument("model", type=Path, metavar="MODEL", help="directory with tokenizer.json")
     parser.add_argument(
@@ -44,7 +44,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what the upstreams are; longarc is longarc serve --engine-only",
     )
     parser.add_argument(
-        "--chat-format", choices=CHAT_FORMATS, required=True, help="how the model writes chats"
+        "--chat-format",
+        type=_chat_format,
+        required=True,
+        metavar="NAME",
+        help=f"how the model writes chats: {', '.join(FORMAT_NAMES)}, or package.module:name of a format or Renderer; "
+        f"template is the model's own",
+    )
+    parser.add_argument(
+        "--template",
+        type=Path,
+        metavar="PATH",
+        help="with --chat-format template: a Jinja file, or a directory that has one; MODEL",
     )
     parser.add_argument(
         "--sessions",
@@ -118,6 +129,15 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _chat_format(text: str) -> str:
+    from longarc.config.format_names import format_name
+
+    try:
+        return format_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _loop_factory() -> "Callable[[], AbstractEventLoop] | None":
     """Return uvloop's, where it is installed: it is on Linux."""
     from importlib.util import find_spec
@@ -142,6 +162,10 @@ def _settings(arguments: argparse.Namespace) -> "tuple[GatewaySettings, str]":
         raise ConfigError(
             "--admin-key is empty; give a key, or leave the option out and one is made"
         )
+    if arguments.template is not None and arguments.chat_format != "template":
+        raise ConfigError(
+            f"--template is for --chat-format template; {arguments.chat_format} reads no template, so leave it out"
+        )
     if "" in (arguments.model_name or ()):
         raise ConfigError("--model-name is empty; give a name that programs send as their model")
     given: str | None = arguments.admin_key or os.environ.get(ADMIN_KEY)
@@ -156,6 +180,7 @@ def _settings(arguments: argparse.Namespace) -> "tuple[GatewaySettings, str]":
             policy_version=arguments.policy_version,
         ),
         chat_format=arguments.chat_format,
+        template=arguments.template,
         sessions=arguments.sessions,
         host=arguments.host,
         port=arguments.port,

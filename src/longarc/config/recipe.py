@@ -10,23 +10,11 @@ from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
+from longarc.config.tokenizer import TokenizerConfig
 from longarc.config.transformers_model import model_key
 
 INITIAL = "initial"
 """What the weights that a recipe starts from are called, where they stand beside its stages."""
-
-
-class TokenizerConfig(Settings):
-    """Where text becomes ids."""
-
-    vocab_size: int = Field(2048, ge=300)
-    """Size of the byte-level BPE that pretrain trains, special tokens included [tokens]."""
-    training_bytes: int = Field(4_000_000, ge=1000)
-    """Text the BPE is trained on [bytes]."""
-    path: str | None = None
-    """An existing tokenizer.json to use instead of training one."""
-    chat_format: Literal["glm-5", "glm-5.2", "chatml"] = "glm-5"
-    """How messages become tokens."""
 
 
 class TaskFamilyConfig(Settings):

@@ -196,15 +196,14 @@ def _stream_body(
     prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str, rank: int
 ) -> bytes:
     """Return the body of a request; ids in an array are written as they lie there, which matters for long prompts."""
-    fast = isinstance(prompt_ids, array)
     request = StreamRequest(
-        prompt_ids=() if fast else tuple(map(int, prompt_ids)),
+        prompt_ids=() if isinstance(prompt_ids, array) else tuple(map(int, prompt_ids)),
         sampling=sampling,
         session_id=session_id,
         rank=rank,
     )
     body = dumps(request)
-    if not fast:
+    if not isinstance(prompt_ids, array):
         return body
     ids = orjson.dumps(
         np.frombuffer(prompt_ids, prompt_ids.typecode), option=orjson.OPT_SERIALIZE_NUMPY

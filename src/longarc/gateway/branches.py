@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from longarc.gateway.places import Place
 from longarc.gateway.tree import Node, SessionTree
-from longarc.records.message import Message
 from longarc.records.segment import NOT_SAMPLED, Segment, SegmentKind
 from longarc.records.turn import Turn
 
@@ -71,30 +70,6 @@ def turns_of(tree: SessionTree, placed: Sequence[Place]) -> tuple[Turn, ...]:
             )
         )
     return tuple(turns)
-
-
-def main_conversation(tree: SessionTree, placed: Sequence[Place]) -> tuple[Message, ...]:
-    """Return the conversation of the agent that began the session, up to its newest answer at work.
-
-    Args:
-        tree: the turns.
-        placed: the place of each.
-    """
-    newest = next(
-        (
-            node
-            for node in reversed(tree.nodes)
-            if placed[node.index].kind is SegmentKind.EXEC
-            and placed[node.index].parent_agent_id is None
-        ),
-        None,
-    )
-    if newest is None:
-        return ()
-    messages: list[Message] = []
-    for node in tree.path(newest):
-        messages += [*(() if node.asked is None else node.asked.said), node.message]
-    return tuple(messages)
 
 
 def _branches(nodes: Sequence[Node], placed: Sequence[Place]) -> _Branches:

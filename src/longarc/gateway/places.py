@@ -208,6 +208,11 @@ class _Recogniser:
         self, asked: Asked, known: _Agent | None, parent_agent_id: str | None
     ) -> int | None:
         """Return the turn that a new conversation grew out of."""
+        if known is not None and asked.lineage.window is not None:
+            newest = known.newest
+            if newest >= 0 and self._places[newest].kind is SegmentKind.SUMMARY:
+                # A client that counts its windows goes on from the summary it asked for, whatever it quotes besides.
+                return newest
         for link in (self._carried(asked), asked.echoes):
             if link is not None:
                 return link

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from starlette.applications import Starlette
 
@@ -23,11 +24,13 @@ from longarc.gateway.access import RolloutAccess
 from longarc.gateway.budget import BudgetExhausted
 from longarc.gateway.core import Gateway
 from longarc.gateway.http import build_app
+from longarc.gateway.recorded import last_conversation
 from longarc.gateway.server import serving
 from longarc.gateway.session import GatewaySession
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, ToolSpec
 from longarc.records.outcome import Outcome
-from longarc.records.ports import AssistantTurn, ContextExhausted
+from longarc.records.ports import AssistantTurn, ContextExhausted, ContextUse
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
 from longarc.records.turn import Turn
@@ -71,9 +74,23 @@ class RolloutSession:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
-        return await self.session.chat(messages, tools=tools, max_new_tokens=max_new_tokens)
+        return await self.session.chat(
+            messages,
+            tools=tools,
+            max_new_tokens=max_new_tokens,
+            tool_choice=tool_choice,
+            lineage=lineage,
+        )
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        """Say how full the context would be; see ``PolicyClient.context_use``."""
+        return self.session.context_use(messages, tools=tools)
 
     @asynccontextmanager
     async def serve(
@@ -150,4 +167,4 @@ class ServedSession:
 
     def conversation(self) -> tuple[Message, ...]:
         """Return the main agent's conversation up to its newest answer."""
-        return self.session.conversation()
+        return last_conversation(self.session)

@@ -9,6 +9,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from longarc.errors import EngineError, ResourceError
+from longarc.gateway.limits import HeadLimits, limited_protocol
+
+_HEAD_LIMITS = HeadLimits()
 
 
 class _Server(uvicorn.Server):
@@ -42,7 +45,13 @@ def bound_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket.socket, *, grace_s: int = 5) -> AsyncIterator[str]:
+async def serving(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    grace_s: int = 5,
+    head_limits: HeadLimits = _HEAD_LIMITS,
+) -> AsyncIterator[str]:
     """Serve on a bound socket while the context is open; yields the base URL, without ``/v1``.
 
     Args:
@@ -50,6 +59,7 @@ async def serving(app: ASGIApp, listener: socket.socket, *, grace_s: int = 5) ->
         listener: from ``bound_socket``; closed at the end.
         grace_s: how long running requests may take to end at shutdown before they are cancelled
             [seconds].
+        head_limits: how long and how slow the head of a request may be.
 
     Raises:
         EngineError: the server ended by itself.
@@ -57,6 +67,7 @@ async def serving(app: ASGIApp, listener: socket.socket, *, grace_s: int = 5) ->
     server = _Server(
         uvicorn.Config(
             app,
+            http=limited_protocol(head_limits),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -16,12 +16,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 from longarc.errors import ConfigError, ContractError, EngineError
 from longarc.gateway.answers import Answer, pieces_of, turn_of, turn_seed
 from longarc.gateway.asked import Asked, asked
-from longarc.gateway.branches import main_conversation, segments_of, turns_of
+from longarc.gateway.branches import segments_of, turns_of
 from longarc.gateway.budget import BudgetMeter, Stopwatch
 from longarc.gateway.completion import Completion, collect
 from longarc.gateway.flights import Flights
@@ -29,6 +29,7 @@ from longarc.gateway.identity import next_key, without_billing
 from longarc.gateway.keychain import KeyChain
 from longarc.gateway.openings import Openings
 from longarc.gateway.places import places
+from longarc.gateway.prompts import Prompt, Prompts
 from longarc.gateway.reading import ReadHistory
 from longarc.gateway.repeats import Repeats, request_digest
 from longarc.gateway.session_settings import SessionClosed, SessionSettings
@@ -36,10 +37,11 @@ from longarc.gateway.tree import Node, SessionTree, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
-from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
+from longarc.records.ports import AssistantTurn, ContextExhausted, ContextUse, Engine
 from longarc.records.sampling import Sampling
-from longarc.records.segment import Segment
+from longarc.records.segment import Segment, SegmentKind
 from longarc.records.turn import Turn
 from longarc.tokens.chat_format import ChatFormat
 
@@ -64,12 +66,14 @@ class GatewaySession:
         self._settings = settings
         self._engine = engine
         self._format = chat_format
-        self._openings = openings
         self._turn_log = turn_log
         self._on_close = on_close
         self._on_used = on_used
         self._tree = SessionTree(settings.session_id)
         self._chain = KeyChain(openings)
+        self._prompts = Prompts(
+            chat_format, openings, self._tree, clear_thinking=settings.clear_thinking
+        )
         self.history = ReadHistory()
         """For the codecs of wire formats."""
         self._stopwatch = Stopwatch(clock)
@@ -120,11 +124,24 @@ class GatewaySession:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
-        options = TurnOptions(max_new_tokens=max_new_tokens)
+        options = TurnOptions(
+            max_new_tokens=max_new_tokens, tool_choice=tool_choice, lineage=lineage
+        )
         answer = await self.answer(messages, tools=tools, options=options)
         return answer.turn
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        """Say how full the context would be; see ``PolicyClient.context_use``."""
+        return ContextUse(
+            num_tokens=self.num_prompt_tokens(messages, tools=tools),
+            max_tokens=self._settings.max_context_tokens,
+        )
 
     async def answer(
         self,
@@ -195,10 +212,7 @@ class GatewaySession:
         if not messages:
             raise ConfigError("a conversation needs at least one message, got none")
         thinks = self._settings.thinking if thinking is None else thinking
-        keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
-        parent, num_matched = self._continued(messages, keys)
-        stored = self._tree.ids(parent)
-        return len(self._prompt(messages, tools, parent, num_matched, stored, thinking=thinks))
+        return len(self._built(messages, tools, thinking=thinks)[0].ids)
 
     def segments(self) -> tuple[Segment, ...]:
         """Everything the engine saw and sampled, one segment per branch; also after closing."""
@@ -208,13 +222,18 @@ class GatewaySession:
         """What was said and answered, turn by turn, where clients own their contexts; also after closing."""
         return turns_of(self._tree, places(self._tree.nodes, self._settings.rules))
 
-    def conversation(self) -> tuple[Message, ...]:
-        """The main agent's conversation up to its newest answer, where clients own their contexts; else empty."""
-        return main_conversation(self._tree, places(self._tree.nodes, self._settings.rules))
-
     def limit_requests(self, max_requests: int) -> None:
         """Answer so many requests at most from the opening on, beside what the session's budget says."""
         self._meter.limit_requests(max_requests)
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the main agent's newest conversation, where clients own their contexts."""
+        placed = places(self._tree.nodes, self._settings.rules)
+        for node, place in zip(reversed(self._tree.nodes), reversed(placed), strict=True):
+            is_main = place.parent_agent_id is None and place.kind is SegmentKind.EXEC
+            if node.asked is not None and node.parent is None and is_main:
+                return node.asked.tools
+        return ()
 
     def payloads(self) -> tuple[bytes, ...]:
         """The turn log of the session, as it was or would have been written."""
@@ -277,10 +296,8 @@ class GatewaySession:
     ) -> Answer:
         """Sample the answer to a conversation and record it."""
         thinks = self._thinks(options)
-        keys = self._chain.keys(messages, tuple(tools), thinking=thinks)
-        parent, num_matched = self._continued(messages, keys)
-        stored, digest = self._tree.stored(parent)
-        prompt = self._prompt(messages, tools, parent, num_matched, stored, thinking=thinks)
+        built, keys = self._built(messages, tools, thinking=thinks)
+        parent, prompt = built.parent, built.ids
         opening = opening_ids(self._format, options, thinking=thinks)
         if opening:
             # A new array: the prompt of an opening is shared.
@@ -312,7 +329,8 @@ class GatewaySession:
         message, stop = turn_message(
             self._settings, self._format, completion, tools, options, start
         )
-        context_ids = prompt[len(stored) :]
+        context_ids = prompt[built.num_stored :]
+        digest = built.stored_digest
         digest.update(context_ids)
         digest.update(completion.sampled_ids)
         node = Node(
@@ -331,33 +349,21 @@ class GatewaySession:
             serial=serial,
             request=request_digest(options, body=False) or b"",
             body=options.body_digest or b"",
-            asked=self._asked(messages[num_matched:], tools, options, parent),
+            asked=self._asked(messages[built.num_matched :], tools, options, parent),
         )
         self._record(node, digest)
         return Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
 
-    def _continued(
-        self, messages: Sequence[Message], keys: Sequence[bytes]
-    ) -> tuple[Node | None, int]:
-        """Return the stored turn that a conversation goes on from, and how many messages it covers."""
+    def _built(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> tuple[Prompt, Sequence[bytes]]:
+        """Return the prompt of a conversation and the identities of its messages."""
+        keys = self._chain.keys(messages, tuple(tools), thinking=thinking)
         parent, num_matched = self._tree.match(messages, keys)
         if self._forgets(messages[num_matched:], parent):
-            return None, 0
-        return parent, num_matched
-
-    def _prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        parent: Node | None,
-        num_matched: int,
-        stored: "array[int]",
-        *,
-        thinking: bool,
-    ) -> "array[int]":
-        if parent is None:
-            return self._openings.prompt(messages, tools, thinking=thinking)
-        return stored + self._tail(messages[num_matched:], parent, thinking=thinking)
+            parent, num_matched = None, 0
+        matched = (parent, num_matched)
+        return self._prompts.build(messages, keys, tools, matched, thinking=thinking), keys
 
     def _record(self, node: Node, digest: "hashlib.blake2b") -> None:
         """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
@@ -418,13 +424,6 @@ class GatewaySession:
             self._settings.clear_thinking
             and any(message.role is Role.USER for message in unmatched)
             and self._tree.has_reasoning(parent)
-        )
-
-    def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
-        last_id = parent.sampled_ids[-1]
-        stop_id = last_id if last_id in self._format.stop_ids else None
-        return id_array(
-            self._format.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
         )
 
     async def _collected(

@@ -88,10 +88,10 @@ class TurnStream:
             chat_format.parse(ids, tools, thinking=thinking, call_id_prefix=call_id_prefix).message
         )
         self._stop_ids = frozenset(chat_format.stop_ids)
-        self._thinking = thinking
         self._keeps_calls = keeps_calls
         self._splitter = _splitter(chat_format)
         tags = chat_format.streamed_tags
+        self._thinking = thinking and (tags is None or tags.opens_thinking)
         self._reasoning = _Channel(stop, strips=tags is None or tags.strips_reasoning)
         self._content = _Channel(stop, strips=True)
         self._region = _Region.START

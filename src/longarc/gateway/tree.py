@@ -151,6 +151,25 @@ class SessionTree:
                 return False
         return True
 
+    def as_answered(
+        self, messages: Sequence[Message], keys: Sequence[bytes], node: Node
+    ) -> list[Message]:
+        """Return a conversation with its answers as they were given, reasoning that the client left out included.
+
+        Args:
+            messages: the conversation.
+            keys: their identities.
+            node: the stored turn that it continues, whose own path decides where answers differ in reasoning alone.
+        """
+        answered = list(messages)
+        on_path = {step.num_messages - 1: step for step in self.path(node)}
+        for position, message in enumerate(messages):
+            if message.role is Role.ASSISTANT and not message.reasoning:
+                known = self._by_key.get(keys[position])
+                if step := on_path.get(position) or (known[-1] if known else None):
+                    answered[position] = step.message
+        return answered
+
     def has_reasoning(self, node: Node | None) -> bool:
         """Whether any turn from the root to this one holds reasoning."""
         return any(step.message.reasoning for step in self.path(node))

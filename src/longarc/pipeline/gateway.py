@@ -22,7 +22,9 @@ from longarc.gateway.server import bound_socket, serving
 from longarc.gateway.turn_files import TurnFiles
 from longarc.pipeline.upstream import UpstreamSettings, open_upstream
 from longarc.records.sampling import Sampling
-from longarc.tokens.formats import chat_format
+from longarc.tokens.chat_format import ChatFormat
+from longarc.tokens.formats import make_chat_format
+from longarc.tokens.template_source import TemplateSource
 from longarc.tokens.tokenizer import Tokenizer
 
 
@@ -32,6 +34,9 @@ class GatewaySettings:
 
     upstream: UpstreamSettings
     chat_format: str
+    """As in ``longarc.tokens.formats``."""
+    template: Path | None
+    """Where the template of the format ``template`` is; None looks into the model's directory."""
     sessions: Path
     """Directory of the turn logs; what is in it is served again."""
     host: str
@@ -61,18 +66,17 @@ async def run_gateway(
 
     Raises:
         CheckpointError: the model's directory has no tokenizer, or one without the format's control tokens.
-        ConfigError: an option does not fit the engines, or another gateway has the sessions.
+        ConfigError: an option does not fit the engines, there is no such chat format or no template, or another gateway has the sessions.
         ContractError: a file of the sessions is damaged.
         ResourceError: the address or the directory cannot be had.
         EngineLostError: an engine does not answer.
     """
-    tokenizer = Tokenizer.load(settings.upstream.model_directory)
-    format_ = chat_format(settings.chat_format, tokenizer)
+    chat_format = _chat_format(settings)
     with closing(TurnFiles(settings.sessions)) as files:
         listener = bound_socket(settings.host, settings.port)
         with closing(listener):
             async with open_upstream(settings.upstream) as upstream:
-                gateway = Gateway(upstream.engine, format_, turn_log=files.append)
+                gateway = Gateway(upstream.engine, chat_format, turn_log=files.append)
                 sessions = DurableSessions(files, gateway)
                 app = build_app(gateway, sessions, HttpSettings(models=settings.model_names))
                 meter = Meter(app)
@@ -88,3 +92,11 @@ async def run_gateway(
                 async with serving(meter, listener, grace_s=round(settings.drain_s)) as base_url:
                     on_ready(base_url, sessions.num_open)
                     await stop.wait()
+
+
+def _chat_format(settings: GatewaySettings) -> ChatFormat:
+    directory = settings.upstream.model_directory
+    template = None
+    if settings.chat_format == "template":
+        template = TemplateSource.read(settings.template or directory, values={}, date=None)
+    return make_chat_format(settings.chat_format, Tokenizer.load(directory), template=template)

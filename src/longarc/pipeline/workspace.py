@@ -25,7 +25,8 @@ from longarc.runs.checkpoint import Manifest, read_manifest, verify
 from longarc.runs.directory import RunDirectory
 from longarc.runs.ledger import Ledger
 from longarc.tokens.chat_format import ChatFormat
-from longarc.tokens.formats import chat_format
+from longarc.tokens.formats import make_chat_format
+from longarc.tokens.template_source import TemplateSource
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.data_parallel import GradientPool
 
@@ -33,6 +34,8 @@ Attention = Literal["dense", "sparse"]
 
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the run's tokenizer in the run directory."""
+_TEMPLATE_FILE = "chat_template.json"
+"""Name of the run's copy of the chat template, where it uses one."""
 
 _MODEL_CONFIG: TypeAdapter[ModelConfig] = TypeAdapter(ModelConfig)
 
@@ -89,7 +92,22 @@ class Workspace:
 
     def chat_format(self) -> ChatFormat:
         """Return the run's chat format over its tokenizer."""
-        return chat_format(self.recipe.tokenizer.chat_format, self.tokenizer())
+        name = self.recipe.tokenizer.chat_format
+        template = self._template() if name == "template" else None
+        return make_chat_format(name, self.tokenizer(), template=template)
+
+    def _template(self) -> TemplateSource:
+        """Return the run's chat template, copying the recipe's into the run first."""
+        path = self.run.path / _TEMPLATE_FILE
+        if not path.exists():
+            config = self.recipe.tokenizer
+            beside = "." if config.path is None else Path(config.path).parent
+            TemplateSource.read(
+                Path(config.template or beside),
+                values=config.template_values,
+                date=config.template_date,
+            ).save(path)
+        return TemplateSource.load(path)
 
     def input_checkpoint(self, stage: str) -> Path:
         """Return the final checkpoint of the training stage before ``stage``."""

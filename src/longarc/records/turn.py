@@ -1,5 +1,6 @@
 """One turn of a rollout whose agent owns its context: what was said, what was answered, and where its tokens are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longarc.records.message import Message
@@ -24,3 +25,14 @@ class Turn:
     finish_reason: FinishReason
     elapsed_s: float
     """Age of the session when it was answered [seconds]."""
+
+
+def conversation(turns: Sequence[Turn], position: int) -> tuple[Message, ...]:
+    """Return the whole conversation up to and including the answer of one turn."""
+    parts: list[tuple[Message, ...]] = []
+    at: int | None = position
+    while at is not None:
+        turn = turns[at]
+        parts.append((*turn.said, turn.answer))
+        at = turn.parent
+    return tuple(message for part in reversed(parts) for message in part)

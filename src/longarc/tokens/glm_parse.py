@@ -41,9 +41,19 @@ _CALL, _END_CALL = _TAG_PIECE["<tool_call>"], _TAG_PIECE["</tool_call>"]
 class GlmParser:
     """Parses completions of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, *, strips_reasoning: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, strips_reasoning: bool, model_opens_thinking: bool = False
+    ) -> None:
+        """Bind a tokenizer.
+
+        Args:
+            tokenizer: it has all the tags.
+            strips_reasoning: whether blanks around the reasoning are no part of it.
+            model_opens_thinking: with thinking on, ``<think>`` is sampled and not part of the prompt.
+        """
         self._tokenizer = tokenizer
         self._strips_reasoning = strips_reasoning
+        self._model_opens_thinking = model_opens_thinking
         self._tag_of_id = {tokenizer.special_id(tag): _TAG_PIECE[tag] for tag in GLM_TAGS}
 
     def parse(
@@ -105,10 +115,12 @@ class GlmParser:
         """Split off the reasoning; without thinking there is some only if the model opened it itself."""
         tail = next((i for i, p in enumerate(pieces) if p.is_tag or p.text.strip()), len(pieces))
         opens = tail < len(pieces) and pieces[tail] == _THINK
+        is_expected = thinking and self._model_opens_thinking
         if opens:
-            problems.append("<think> although the prompt already decided about thinking")
+            if not is_expected:
+                problems.append("<think> although the prompt already decided about thinking")
             pieces = pieces[tail + 1 :]
-        elif not thinking:
+        elif not thinking or is_expected:
             return None, pieces
         end = pieces.index(_END_THINK) if _END_THINK in pieces else len(pieces)
         if end == len(pieces):

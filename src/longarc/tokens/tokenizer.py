@@ -181,6 +181,14 @@ class Tokenizer:
         """
         return list(self._encoded(text))
 
+    def encode_with_control(self, text: str) -> list[int]:
+        """Return the ids of a text in which spellings of control tokens are control tokens.
+
+        For text that a program wrote, never for what people, models or tools say.
+        """
+        ids: list[int] = self._inner.encode(_unicode(text), add_special_tokens=False).ids
+        return ids
+
     def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._plain.encode(_unicode(text), add_special_tokens=False).ids
         if not self._special_ids.isdisjoint(ids):

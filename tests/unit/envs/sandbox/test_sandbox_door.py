@@ -130,7 +130,7 @@ async def test_what_cannot_be_shown_is_refused_with_its_path(backend, shown, sai
 async def test_what_the_user_of_the_box_may_not_read_is_refused_with_the_way_out(backend, tmp_path):
     secret = tmp_path / "secret"
     secret.mkdir(mode=0o700)
-    with pytest.raises(ConfigError, match="cannot be read by uid .* chmod o"):
+    with pytest.raises(ConfigError, match=r"cannot be read by uid .* chmod o"):
         await backend.create(SandboxSpec(files={}, shown={"/opt/agent": str(secret)}))
 
 
