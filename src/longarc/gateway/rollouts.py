@@ -24,7 +24,7 @@ from longarc.gateway.access import RolloutAccess
 from longarc.gateway.budget import BudgetExhausted
 from longarc.gateway.core import Gateway
 from longarc.gateway.http import build_app
-from longarc.gateway.recorded import last_conversation
+from longarc.gateway.recorded import last_conversation, newest_work
 from longarc.gateway.server import serving
 from longarc.gateway.session import GatewaySession
 from longarc.records.lineage import Lineage
@@ -148,11 +148,14 @@ class ServedSession:
 
     @property
     def exhausted(self) -> Outcome | None:
-        """How the rollout ended where the last request found no room or no budget."""
+        """How the rollout ended where there was no room, no budget, or the main agent's newest answer was cut."""
         failure = self.session.last_failure
         if isinstance(failure, BudgetExhausted) and failure.what == "requests":
             return Outcome.TRUNCATED_TURNS
-        return Outcome.TRUNCATED_TOKENS if isinstance(failure, ContextExhausted) else None
+        newest = newest_work(self.session)
+        is_cut = newest is not None and self.session.turns()[newest].finish_reason == "length"
+        is_full = isinstance(failure, ContextExhausted)
+        return Outcome.TRUNCATED_TOKENS if is_full or is_cut else None
 
     @property
     def engine_error(self) -> EngineError | None:

@@ -15,7 +15,7 @@ from longarc.data.sft import ExpertShare, conversation_document, conversations
 from longarc.pipeline.preflight import expert
 from longarc.pipeline.supervised import Documents, config_total
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
-from longarc.pipeline.workspace import Workspace
+from longarc.pipeline.workspace import Workspace, task_family
 from longarc.tokens.chat_format import ChatFormat
 from longarc.trainer.packing import Document
 
@@ -29,8 +29,11 @@ def experts_of(
         ConfigError: a family has nothing to imitate.
     """
     return {
-        name: ExpertShare(expert=expert(stage, name, family), share_frac=tasks[name].share_frac)
-        for name, family in workspace.families(tasks).items()
+        name: ExpertShare(
+            expert=expert(stage, name, task_family(workspace.recipe, name, share)),
+            share_frac=share.share_frac,
+        )
+        for name, share in tasks.items()
     }
 
 

@@ -31,7 +31,7 @@ from longarc.models.hf_config import computing_in
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
-from longarc.pipeline.workspace import check_fits, task_family
+from longarc.pipeline.workspace import check_fits, rollout_family, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
 
@@ -57,9 +57,10 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
     for name, stage in recipe.stages.items():
         if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
             for family_name, share in stage.tasks.items():
-                family = task_family(recipe, family_name, share)
                 if isinstance(stage, SftConfig):
-                    expert(name, family_name, family)
+                    expert(name, family_name, task_family(recipe, family_name, share))
+                else:
+                    rollout_family(recipe, family_name, share)
         elif stage.demonstrations is not None:
             for family_name, share in stage.demonstrations.tasks.items():
                 expert(name, family_name, task_family(recipe, family_name, share))

@@ -162,7 +162,8 @@ class ServedPolicy(Protocol):
 
     @property
     def exhausted(self) -> Outcome | None:
-        """``truncated_tokens`` or ``truncated_turns`` where the last request found no room or no budget."""
+        """``truncated_tokens`` or ``truncated_turns`` where the last request found no room or no budget, or the main
+        agent's newest answer was cut; None where the program ended by itself."""
         ...
 
     @property

@@ -11,9 +11,7 @@ from longarc.envs.harnesses.programs import find, native
 from longarc.envs.harnesses.running import MODEL, run_program
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
 
-INSTALL: Final = (
-    "npm install --prefix .agents/claude-code @anthropic-ai/claude-code@2.1.197"
-)
+INSTALL: Final = "npm install --prefix .agents/claude-code @anthropic-ai/claude-code@2.1.197"
 _QUIET: Final = {
     # Root is refused otherwise; the box is a sandbox.
     "IS_SANDBOX": "1",
@@ -43,7 +41,9 @@ class ClaudeCode:
         Raises:
             ConfigError: it is not installed.
         """
-        found = find(self.name, ["node_modules/.bin/claude"], program, install=INSTALL)
+        found = find(
+            self.name, "node_modules/.bin/claude", program, on_path="claude", install=INSTALL
+        )
         self._installed = native(self.name, found, install=INSTALL)
         self._arguments = tuple(arguments)
 
@@ -61,13 +61,19 @@ class ClaudeCode:
             [
                 *self._installed.argv,
                 *("--print", "--output-format", "text", "--model", MODEL),
-                *("--dangerously-skip-permissions", "--strict-mcp-config", "--no-session-persistence"),
+                *(
+                    "--dangerously-skip-permissions",
+                    "--strict-mcp-config",
+                    "--no-session-persistence",
+                ),
                 *self._arguments,
             ],
             env={
                 "ANTHROPIC_BASE_URL": policy.base_url,
                 "ANTHROPIC_API_KEY": policy.key,
-                **{f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("OPUS", "SONNET", "HAIKU")},
+                **{
+                    f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("OPUS", "SONNET", "HAIKU")
+                },
                 "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
                 "CLAUDE_CODE_SUBAGENT_MODEL": MODEL,
                 "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(policy.max_new_tokens),

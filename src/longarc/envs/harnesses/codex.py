@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from longarc.envs.harnesses.programs import Installed, find, is_binary
+from longarc.envs.harnesses.programs import PLACE, Installed, find, is_binary
 from longarc.envs.harnesses.running import HOME, MODEL, run_program
 from longarc.errors import ConfigError
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
@@ -36,7 +36,9 @@ class Codex:
         Raises:
             ConfigError: it is not installed.
         """
-        found = find(self.name, ["node_modules/.bin/codex"], program, install=INSTALL)
+        found = find(
+            self.name, "node_modules/.bin/codex", program, on_path="codex", install=INSTALL
+        ).resolve()
         self._installed = _installed(found)
         self._arguments = tuple(arguments)
 
@@ -85,7 +87,11 @@ def config_text(policy: ServedPolicy) -> str:
         "request_max_retries": 2,
         "stream_max_retries": 2,
     }
-    tables = {"": top, "analytics": {"enabled": False}, "model_providers.longarc": provider}
+    tables: dict[str, Mapping[str, object]] = {
+        "": top,
+        "analytics": {"enabled": False},
+        "model_providers.longarc": provider,
+    }
     lines: list[str] = []
     for name, values in tables.items():
         lines += [f"[{name}]"] if name else []
@@ -110,6 +116,6 @@ def _installed(program: Path) -> Installed:
             )
         binary = places[0]
     return Installed(
-        argv=(f"/opt/agent/codex/bin/{binary.name}",),
-        shown={"/opt/agent/codex": str(binary.parent.parent)},
+        argv=(f"{PLACE}/codex/bin/{binary.name}",),
+        shown={f"{PLACE}/codex": str(binary.parent.parent)},
     )

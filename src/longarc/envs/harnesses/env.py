@@ -90,6 +90,11 @@ class HarnessEnv:
             )
         if served.num_requests == 0:
             raise RolloutError(f"harness {name!r} ended before it asked the policy: {told}")
+        if served.num_turns == 0 and served.exhausted is not None:
+            raise RolloutError(
+                f"the first request of harness {name!r} leaves no room for an answer in {served.max_context_tokens} "
+                f"tokens: raise max_context_tokens, or give the program fewer tools and a shorter system prompt; {told}"
+            )
         outcome = served.exhausted or Outcome.COMPLETED
         if done.timed_out:
             outcome = Outcome.TIMED_OUT

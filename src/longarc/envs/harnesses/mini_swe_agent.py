@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from longarc.envs.harnesses.programs import environment_of, find, python_module
+from longarc.envs.harnesses.programs import environment_of, find, python
 from longarc.envs.harnesses.running import HOME, MODEL, run_program
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
 
@@ -31,11 +31,9 @@ class MiniSweAgent:
         Raises:
             ConfigError: it is not installed.
         """
-        script = find(self.name, ["bin/mini"], program, install=INSTALL)
+        script = find(self.name, "bin/mini", program, on_path="mini", install=INSTALL)
         environment = environment_of(self.name, script, install=INSTALL)
-        self._installed = python_module(
-            self.name, environment, "minisweagent.run.mini", install=INSTALL
-        )
+        self._installed = python(self.name, environment, install=INSTALL)
         self._arguments = tuple(arguments)
 
     @property
@@ -57,7 +55,13 @@ class MiniSweAgent:
             sandbox,
             [
                 *self._installed.argv,
-                *("--yolo", "--exit-immediately", "--model", f"openai/{MODEL}"),
+                *(
+                    "minisweagent.run.mini",
+                    "--yolo",
+                    "--exit-immediately",
+                    "--model",
+                    f"openai/{MODEL}",
+                ),
                 *("--cost-limit", "0", "--output", _RECORD, *options),
                 *self._arguments,
                 *("--task", prompt),

@@ -29,7 +29,9 @@ class Opencode:
         Raises:
             ConfigError: it is not installed.
         """
-        found = find(self.name, ["node_modules/.bin/opencode"], program, install=INSTALL)
+        found = find(
+            self.name, "node_modules/.bin/opencode", program, on_path="opencode", install=INSTALL
+        )
         self._installed = native(self.name, found, install=INSTALL)
         self._arguments = tuple(arguments)
 

@@ -12,7 +12,7 @@ else with their own, and never through PYTHONPATH or an activated environment: c
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,16 @@ from longarc.errors import ConfigError
 AGENTS = Path(".agents")
 """Where the Makefile installs agent programs, below the working directory."""
 _ELF = b"\x7fELF"
-_RUN = """
+PLACE = "/opt/agent"
+"""Where a box shows the program."""
+_RUN = f"""
 import runpy, site, sys
-site.addsitedir("/opt/agent/packages")
+site.addsitedir("{PLACE}/packages")
 sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+if sys.argv[0].endswith(".py"):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
@@ -39,17 +44,15 @@ class Installed:
     """What it needs of the host; see ``SandboxSpec.shown``."""
 
 
-def find(
-    harness: str, names: Sequence[str], given: str | None, *, install: str, make: bool = True
-) -> Path:
-    """Return the path of a harness's program, links followed.
+def find(harness: str, local: str, given: str | None, *, on_path: str | None, install: str) -> Path:
+    """Return the path of a harness's program, links not followed.
 
     Args:
         harness: its name.
-        names: paths of the program below its folder in ``.agents``; the last part is its name on PATH.
+        local: path of the program below its folder in ``.agents``.
         given: what the recipe or the command line says.
+        on_path: its name on PATH; None where a program of that name need not be it.
         install: the command that installs it.
-        make: whether the Makefile has a target for it.
 
     Raises:
         ConfigError: it is not there; says how to get it.
@@ -60,18 +63,15 @@ def find(
                 f"program = {given!r} of harness {harness!r} is no program that can be run; install it with "
                 f"`{install}`, or leave the option out to look in {AGENTS}/{harness} and on PATH"
             )
-        return Path(given).resolve()
-    for name in names:
-        if os.access(AGENTS / harness / name, os.X_OK):
-            return (AGENTS / harness / name).resolve()
-    for name in names:
-        if (found := shutil.which(Path(name).name)) is not None:
-            return Path(found).resolve()
-    wanted = " or ".join(sorted({repr(Path(name).name) for name in names}))
-    by_make = f"`make agent-{harness}` in a checkout of LongArc, or " if make else ""
+        return Path(given).absolute()
+    if os.access(AGENTS / harness / local, os.X_OK):
+        return (AGENTS / harness / local).absolute()
+    if on_path is not None and (found := shutil.which(on_path)) is not None:
+        return Path(found).absolute()
     raise ConfigError(
-        f"harness {harness!r} needs the program {wanted}, which is neither in {AGENTS}/{harness} nor on PATH; install "
-        f'it with {by_make}`{install}`, or name it with program = "/path/to/it"'
+        f"harness {harness!r} needs {AGENTS / harness / local}{f', or {on_path} on PATH' if on_path else ''}, and it is "
+        f"not there: install it with `make agent-{harness}` in a checkout of LongArc, or with `{install}`; or name it "
+        f'with program = "/path/to/it"'
     )
 
 
@@ -81,13 +81,14 @@ def native(harness: str, program: Path, *, install: str) -> Installed:
     Raises:
         ConfigError: it is a script.
     """
-    if not is_binary(program):
+    binary = program.resolve()
+    if not is_binary(binary):
         raise ConfigError(
             f"{program} is a script, but harness {harness!r} starts the program's own binary; install a version that "
             f"has one: `{install}`"
         )
-    place = f"/opt/agent/{program.stem}"
-    return Installed(argv=(place,), shown={place: str(program)})
+    place = f"{PLACE}/{binary.stem}"
+    return Installed(argv=(place,), shown={place: str(binary)})
 
 
 def is_binary(program: Path) -> bool:
@@ -96,32 +97,30 @@ def is_binary(program: Path) -> bool:
         return file.read(len(_ELF)) == _ELF
 
 
-def python_module(harness: str, environment: Path, module: str, *, install: str) -> Installed:
-    """Return a module of a virtual environment as a program; it is run as ``python -m``.
+def python(harness: str, environment: Path, *, install: str) -> Installed:
+    """Return a Python with the packages of a virtual environment; what follows is a module, or a path that ends in .py.
 
     Args:
         harness: for messages.
         environment: the folder of the virtual environment.
-        module: what is run.
         install: the command that makes the environment.
 
     Raises:
         ConfigError: there is no such environment, or no Python that runs its packages can be shown.
     """
-    python = environment / "bin/python"
+    own = environment / "bin/python"
     packages = next(iter(sorted(environment.glob("lib/python3.*/site-packages"))), None)
-    if packages is None or not python.exists():
+    if packages is None or not own.exists():
         raise ConfigError(
             f"{environment} is no virtual environment, in which harness {harness!r} runs; make one: `{install}`"
         )
-    shown = {"/opt/agent/packages": str(packages)}
-    version = packages.parent.name
-    box_python = f"/usr/bin/{version}"
-    if not os.access(box_python, os.X_OK):
-        real = python.resolve()
-        box_python = f"/opt/agent/python/bin/{real.name}"
-        shown["/opt/agent/python"] = str(real.parent.parent)
-    return Installed(argv=(box_python, "-I", "-c", _RUN, module), shown=shown)
+    shown = {f"{PLACE}/packages": str(packages.resolve())}
+    in_box = f"/usr/bin/{packages.parent.name}"
+    if not os.access(in_box, os.X_OK):
+        real = own.resolve()
+        in_box = f"{PLACE}/python/bin/{real.name}"
+        shown[f"{PLACE}/python"] = str(real.parent.parent)
+    return Installed(argv=(in_box, "-I", "-c", _RUN), shown=shown)
 
 
 def environment_of(harness: str, program: Path, *, install: str) -> Path:
@@ -130,9 +129,9 @@ def environment_of(harness: str, program: Path, *, install: str) -> Path:
     Raises:
         ConfigError: it belongs to none.
     """
-    folder = program.parent.parent
-    if not (folder / "pyvenv.cfg").is_file():
-        raise ConfigError(
-            f"{program} is not in a virtual environment, in which harness {harness!r} runs; make one: `{install}`"
-        )
-    return folder
+    for script in (program, program.resolve()):
+        if (script.parent.parent / "pyvenv.cfg").is_file():
+            return script.parent.parent
+    raise ConfigError(
+        f"{program} is not in a virtual environment, in which harness {harness!r} runs; make one: `{install}`"
+    )
