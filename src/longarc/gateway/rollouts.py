@@ -113,6 +113,10 @@ class RolloutSession:
         """What was said and answered turn by turn, where a program asked; also after closing."""
         return self.session.turns()
 
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the main agent's newest conversation, where a program asked."""
+        return self.session.tools()
+
     async def close(self) -> None:
         """Revoke the session; closing twice is allowed."""
         await self.session.close()

@@ -185,6 +185,7 @@ class _Course:
     episode: EpisodeResult | None = None
     segments: tuple[Segment, ...] = ()
     turns: tuple[Turn, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
     reward: Reward | None = None
     failure: tuple[Outcome, str] | None = None
     """Set where the ending is not the policy's doing."""
@@ -213,7 +214,11 @@ class _Course:
         except (EngineError, SandboxError, RolloutError) as error:
             self.fail(_environment_outcome(error), error)
         finally:
-            self.segments, self.turns = session.segments(), session.turns()
+            self.segments, self.turns, self.tools = (
+                session.segments(),
+                session.turns(),
+                session.tools(),
+            )
         if deadline.expired():
             self._time_out(policy)
         elif policy.engine_error is not None:
@@ -332,7 +337,7 @@ def _record(course: _Course, *, started_at_s: float, duration_s: float) -> Traje
         reward_parts=course.reward.parts if course.reward else {},
         segments=course.segments,
         messages=episode.messages if episode else task.messages,
-        tools=task.tools,
+        tools=course.tools or task.tools,
         num_turns=episode.num_turns if episode else 0,
         difficulty=task.difficulty,
         started_at_s=started_at_s,

@@ -204,6 +204,10 @@ class PolicySession(ServablePolicy, Protocol):
         """What was said and answered turn by turn, where a program owns its context; empty elsewhere."""
         ...
 
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the main agent's newest conversation, where a program owns its context; empty elsewhere."""
+        ...
+
     def segments(self) -> tuple[Segment, ...]:
         """Everything the engine saw and sampled in this session, as training segments."""
         ...

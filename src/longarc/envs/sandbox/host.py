@@ -93,7 +93,7 @@ def check_can_be_shown(host: Host, path: str) -> None:
     place = Path(path)
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{path} does not exist or cannot be read, so a box cannot show it")
-    if host.setpriv is not None and not _open_to_all(place):
+    if host.setpriv is not None and not _readable_by_all(place):
         raise ConfigError(
             f"{path} cannot be read by uid {host.uid}, as which boxes run when LongArc runs as root: install it where "
             f"every user may read it (below /opt or /srv, or chmod o+rX the folders above it), or run LongArc as the "
@@ -144,6 +144,14 @@ def _open_to_all(path: Path) -> bool:
     """Whether any user may run ``path``: every folder above it and the file have o+x."""
     resolved = path.resolve()
     return all(part.stat().st_mode & stat.S_IXOTH for part in (resolved, *resolved.parents))
+
+
+def _readable_by_all(path: Path) -> bool:
+    """Whether any user may read ``path``: every folder above it has o+x, itself o+r, and o+x where it is a folder."""
+    resolved = path.resolve()
+    own = stat.S_IROTH | (stat.S_IXOTH if resolved.is_dir() else 0)
+    is_open = all(folder.stat().st_mode & stat.S_IXOTH for folder in resolved.parents)
+    return is_open and resolved.stat().st_mode & own == own
 
 
 def _scratch(*, shown: str | None) -> str:

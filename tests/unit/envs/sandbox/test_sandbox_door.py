@@ -99,10 +99,13 @@ async def test_a_box_shows_what_the_spec_says_and_nothing_can_be_written_there(r
     program = tmp_path / "program"
     program.mkdir()
     (program / "run.sh").write_text("echo it runs")
-    spec = SandboxSpec(files={}, shown={"/opt/agent": str(program)})
-    box = await reusing.create(spec)
-    done = await box.exec(["bash", "-c", "sh /opt/agent/run.sh; touch /opt/agent/x; ls /opt"])
-    assert done.stdout == b"it runs\nagent\n"
+    (tmp_path / "note").write_text("a file\n")
+    shown = {"/opt/agent": str(program), "/opt/note": str(tmp_path / "note")}
+    box = await reusing.create(SandboxSpec(files={}, shown=shown))
+    done = await box.exec(
+        ["bash", "-c", "sh /opt/agent/run.sh; touch /opt/agent/x; ls /opt; cat /opt/note"]
+    )
+    assert done.stdout == b"it runs\nagent\nnote\na file\n"
     assert b"Read-only file system" in done.stderr
     await box.close()
     plain = await reusing.create(SandboxSpec(files={}))
