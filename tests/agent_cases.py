@@ -7,23 +7,31 @@ choose, and takes their log-probabilities from the embedded engine, which reads 
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
+from longarc.envs.harnesses.family import HarnessFamily, HarnessLimits
+from longarc.envs.sandbox.backend import BwrapBackend
+from longarc.envs.tasks.files import Files
 from longarc.errors import EngineError
 from longarc.gateway.core import Gateway
-from longarc.gateway.rollouts import RolloutSession, RolloutSessions
+from longarc.gateway.rollouts import RolloutSessions
 from longarc.models.build import build_model
+from longarc.orchestrator.rollout import RolloutSpec, run_rollout
 from longarc.records.message import Message, Role, ToolCall
+from longarc.records.ports import Harness
 from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
 from longarc.records.segment import Segment, SegmentKind
+from longarc.records.task import Task
+from longarc.records.trajectory import Admission, Trajectory
 from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.glm import GlmFormat
 from longarc.tokens.tokenizer import Tokenizer
@@ -108,6 +116,10 @@ class ScriptedPolicy:
         prompt = self.format.tokenizer.decode(list(prompt_ids), keep_special=True)
         self.prompts.append(prompt)
         ids = spelled(self.format, self.decide(prompt), thinking=self.thinking, seed=len(prompt))
+        opening = self.format.call_opening(None, thinking=self.thinking)
+        if opening and tuple(prompt_ids)[-len(opening) :] == tuple(opening):
+            # The request wants a call, whose beginning stands in the prompt: the rest of it is said.
+            ids = ids[ids.index(opening[-1]) + 1 :]
         if len(ids) > sampling.max_new_tokens:
             raise EngineError(
                 f"the script says {len(ids)} tokens, the request allows {sampling.max_new_tokens}"
@@ -207,38 +219,108 @@ def embedded(chat_format: ChatFormat) -> EmbeddedEngine:
     )
 
 
-@dataclass
-class World:
-    """An engine, its gateway, and one open session."""
+@dataclass(frozen=True)
+class Trail:
+    """Plays a model that follows the trail of a ``files`` task; satisfies ``Decide``."""
 
-    engine: RecordingEngine
-    policy: ScriptedPolicy | None
-    sessions: RolloutSessions
-    session: RolloutSession
+    task: Task
+    call: Callable[[str], tuple[str, dict[str, Any]]]
+    """How the program's tool is called with a command."""
+    say: Callable[[str], Say] | None = None
+    """Says the code, where that is not the last message."""
+    step_of: Callable[[str], int] = lambda prompt: prompt.count("<|observation|>")
+    """How many commands were run, as the prompt tells."""
+
+    @property
+    def steps(self) -> list[str]:
+        return [str(step) for step in self.task.data["steps"]]
+
+    @property
+    def code(self) -> str:
+        return f"code: {self.task.data['code']}"
+
+    def __call__(self, prompt: str) -> Say:
+        if "title generator" in prompt:
+            return Say("Find the code")
+        step = self.step_of(prompt)
+        if step < len(self.steps):
+            return Say("next", (self.call(self.steps[step]),))
+        return Say(self.code) if self.say is None else self.say(self.code)
 
 
-@asynccontextmanager
-async def world(
-    decide: Decide | None, *, thinking: bool = True, max_new_tokens: int = 2048
-) -> AsyncIterator[World]:
-    """Open a session; without a script the embedded engine's own tokens are the answers."""
+def trail_task(cursor: int = 3) -> Task:
+    """A task of three commands."""
+    return next(islice(Files().tasks("train", cursor=cursor), 1))
+
+
+@dataclass(frozen=True)
+class Played:
+    """One rollout of a program."""
+
+    trajectory: Trajectory
+    seen: list[Seen]
+    prompts: list[str]
+    """What the scripted policy was asked."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.trajectory.segments
+
+    @property
+    def lineage(self) -> list[tuple[str, str, int, int | None]]:
+        """Kind, agent, window and parent of each segment."""
+        return [(s.kind.value, s.agent_id, s.window, s.parent) for s in self.segments]
+
+
+async def play(
+    harness: Harness,
+    decide: Decide | None,
+    *,
+    task: Task | None = None,
+    thinking: bool = True,
+    max_new_tokens: int = 2048,
+    max_context_tokens: int = CONTEXT,
+    limits: HarnessLimits | None = None,
+) -> Played:
+    """Run a program on a task in a real box; without a script the embedded engine's own tokens are the answers."""
     chat_format = GlmFormat(tokenizer())
+    sandboxes = BwrapBackend()
     async with embedded(chat_format) as engine:
         policy = None if decide is None else ScriptedPolicy(engine, chat_format, decide, thinking)
         recording = RecordingEngine(policy or engine)
-        sessions = RolloutSessions(Gateway(recording, chat_format))
-        session = sessions.open(
-            "s",
-            sampling=Sampling(
-                max_new_tokens=max_new_tokens,
-                temperature=1.0,
-                stop_ids=chat_format.stop_ids,
-                seed=5,
-            ),
-            thinking=thinking,
-            max_context_tokens=CONTEXT,
-        )
-        yield World(recording, policy, sessions, session)
+        family = HarnessFamily(Files(), harness, limits)
+        family.thinking = thinking
+        try:
+            trajectory = await run_rollout(
+                admission_of(task or trail_task()),
+                family,
+                RolloutSessions(Gateway(recording, chat_format)),
+                sandboxes,
+                spec=RolloutSpec(
+                    sampling=Sampling(max_new_tokens=max_new_tokens, stop_ids=chat_format.stop_ids),
+                    max_context_tokens=max_context_tokens,
+                    timeout_s=240.0,
+                    grader_timeout_s=10.0,
+                ),
+                clock=time.time,
+            )
+        finally:
+            await sandboxes.close()
+    return Played(trajectory, recording.seen, [] if policy is None else policy.prompts)
+
+
+def admission_of(task: Task) -> Admission:
+    return Admission(
+        trajectory_id="rl/0/0/0",
+        stage="rl",
+        group_id="rl/0",
+        group_index=0,
+        member_index=0,
+        attempt=0,
+        task=task,
+        policy_version=3,
+        seed=5,
+    )
 
 
 def check_exact(segments: Iterable[Segment], seen: Sequence[Seen]) -> int:

@@ -61,7 +61,8 @@ def main():
         if not calls:
             break
         results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": bash(call.input)} for call in calls
+            {"type": "tool_result", "tool_use_id": call.id, "content": bash(call.input)}
+            for call in calls
         ]
         results[-1]["cache_control"] = {"type": "ephemeral"}
         for message in messages[1:]:

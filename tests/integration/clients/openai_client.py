@@ -51,7 +51,12 @@ def chat(prompt, *, streams):
 def responses(prompt, *, streams):
     tool = {"type": "function", "name": "bash", "description": DESCRIPTION}
     tool |= {"parameters": PARAMETERS, "strict": False}
-    options = {"model": MODEL, "instructions": "You work in a shell.", "tools": [tool], "store": False}
+    options = {
+        "model": MODEL,
+        "instructions": "You work in a shell.",
+        "tools": [tool],
+        "store": False,
+    }
     items = [{"role": "user", "content": prompt}]
     for _ in range(9):
         if streams:
@@ -64,7 +69,11 @@ def responses(prompt, *, streams):
         if not calls:
             return response.output_text
         items += [
-            {"type": "function_call_output", "call_id": call.call_id, "output": bash(call.arguments)}
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": bash(call.arguments),
+            }
             for call in calls
         ]
     return None
