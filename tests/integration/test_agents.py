@@ -210,7 +210,6 @@ class Delegated(Trail):
     def __call__(self, prompt: str) -> Say:
         if "title generator" in prompt:
             return Say("Find the code")
-        own = prompt[prompt.rfind("<|user|>") :]
         step = self.step_of(prompt)
         at = max(prompt.rfind(f"<|user|>{SUBTASK}"), prompt.rfind(f"\n\n{SUBTASK}"))
         if at >= 0:

@@ -100,7 +100,8 @@ class RolloutSession:
         self.session.limit_requests(max_requests)
         key = self.sessions.access.admit(self.session)
         try:
-            async with serving(self.sessions.app, listener) as url:
+            # At the end the program is gone; what it left behind is not waited for long.
+            async with serving(self.sessions.app, listener, grace_s=1) as url:
                 yield ServedSession(self.session, base_url=f"{url}/s/{key}", key=key)
         finally:
             self.sessions.access.revoke(key)

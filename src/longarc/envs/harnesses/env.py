@@ -65,9 +65,8 @@ class HarnessEnv:
                 result = await self.harness.run(
                     self.prompt, policy=served, sandbox=sandbox, timeout_s=self.timeout_s
                 )
-                found = {} if self.inspect is None else await self._inspected(sandbox, result)
-                await sandbox.close()  # before the door, which waits for whoever still talks to it
-                return self._episode(served, result, found)
+            found = {} if self.inspect is None else await self._inspected(sandbox, result)
+            return self._episode(served, result, found)
         finally:
             await sandbox.close()
 

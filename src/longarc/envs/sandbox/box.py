@@ -101,6 +101,7 @@ class BwrapSandbox:
         self._why_lost: str | None = None
         self._closing: asyncio.Future[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._listeners: list[socket.socket] = []
 
     def expire_after(self, seconds: float) -> None:
         """End the box when its lifetime [seconds] is over; the command that runs then is timed out."""
@@ -168,6 +169,8 @@ class BwrapSandbox:
     async def listen(self, port: int) -> socket.socket:
         """Return a socket that listens on 127.0.0.1:``port`` of the box; whoever has it is all that the box can reach.
 
+        Close it before the box: a box with a port that is open is not used again.
+
         Raises:
             OSError: a program of the box has the port.
             SandboxError: the box is lost, or sent something else than a listening socket.
@@ -186,6 +189,7 @@ class BwrapSandbox:
                 listener.close()
             raise SandboxError(self._no_listener())
         listener.setblocking(False)
+        self._listeners.append(listener)
         return listener
 
     def _no_listener(self) -> str:
@@ -241,7 +245,9 @@ class BwrapSandbox:
     async def _close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        is_kept = not self._turn.locked() and self._may_keep(self) and await self._cleaned()
+        # A port that somebody still holds would be taken in the next life of the box.
+        is_idle = not self._turn.locked() and all(sock.fileno() < 0 for sock in self._listeners)
+        is_kept = is_idle and self._may_keep(self) and await self._cleaned()
         if self._why_lost is None:
             self._why_lost = "it was closed"
         try:

@@ -74,6 +74,14 @@ async def test_a_box_that_is_used_again_has_no_port_of_its_earlier_life(reusing)
         pass
 
 
+async def test_a_box_whose_port_is_still_open_is_not_used_again(reusing):
+    first = await reusing.create(SandboxSpec(files={}))
+    with await first.listen(PORT):
+        await first.close()
+    second = await reusing.create(SandboxSpec(files={}))
+    assert second.vessel is not first.vessel
+
+
 async def test_anything_but_a_listening_socket_ends_the_box(box, monkeypatch):
     async def no_reply(fields, *, timeout_s):
         return []
