@@ -35,12 +35,12 @@ def code_lines(path: Path) -> int:
     return sum(map(bool, is_code)) - sum(bool(line.strip()) for line in docstring.splitlines())
 
 
-@pytest.mark.parametrize("name", ["own_env.py", "own_loss.py"])
+@pytest.mark.parametrize("name", ["own_env.py", "own_loss.py", "own_agent.py"])
 def test_an_example_has_at_most_20_lines_of_code(name):
     assert 5 < code_lines(EXAMPLES / name) <= 20
 
 
-@pytest.mark.parametrize("name", ["own_env.toml", "own_loss.toml"])
+@pytest.mark.parametrize("name", ["own_env.toml", "own_loss.toml", "own_agent.toml"])
 def test_an_example_recipe_is_valid(name):
     recipe = load_settings(Recipe, EXAMPLES / name, overrides=[])
     assert next(iter(recipe.stages.values())).kind == "pretrain"
