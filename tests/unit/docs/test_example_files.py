@@ -46,6 +46,16 @@ def test_an_example_recipe_is_valid(name):
     assert next(iter(recipe.stages.values())).kind == "pretrain"
 
 
+def test_the_walk_shows_the_recipe_as_it_is_in_ten_lines():
+    recipe = (EXAMPLES / "train_claude_code.toml").read_text(encoding="utf-8")
+    assert f"```toml\n{recipe}```" in (EXAMPLES / "train_claude_code.md").read_text(
+        encoding="utf-8"
+    )
+    assert len(recipe.splitlines()) <= 10
+    stages = load_settings(Recipe, EXAMPLES / "train_claude_code.toml", overrides=[]).stages
+    assert [stage.kind for stage in stages.values()] == ["agentic_rl", "eval"]
+
+
 def test_the_family_satisfies_its_protocol_and_a_cursor_goes_on():
     family = load_object("examples.own_env:Shout", kind=TaskFamily)
     whole = list(islice(family.tasks("train", cursor=0), 6))
