@@ -7,6 +7,7 @@ gateway is killed now and then. The engine records what it saw and sampled; ``ch
 """
 
 import asyncio
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
 from longarc.gateway.dialect import ChatRequest, Surroundings
 from longarc.gateway.session import Answer, GatewaySession
-from longarc.gateway.tree import digest_ids, id_array
+from longarc.gateway.tree import id_array
 from longarc.gateway.turn_options import TurnOptions
 from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
@@ -266,7 +267,8 @@ class Conversation:
         number = next(
             i
             for i, record in reversed(list(enumerate(self.engine.records)))
-            if digest_ids(id_array(record.prompt + record.ids)) == answer.node.ids_digest
+            if hashlib.blake2b(id_array(record.prompt + record.ids), digest_size=16).digest()
+            == answer.node.ids_digest
         )
         record = self.engine.records[number]
         if context.expected is not None:

@@ -14,6 +14,7 @@ from longarc.gateway.core import Gateway
 from longarc.gateway.http import HttpSettings, build_app
 from longarc.gateway.server import bound_socket, serving
 from longarc.gateway.session import GatewaySession
+from longarc.gateway.turn_log import TurnLog
 from longarc.records.sampling import Sampling
 from longarc.tokens.glm import GlmFormat
 from token_samples import sampled, small_tokenizer
@@ -56,9 +57,15 @@ class SlowEngine(FakeEngine):
 class Door:
     """A running gateway with one open rollout session."""
 
-    def __init__(self, engine: FakeEngine, settings: HttpSettings | None = None) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        settings: HttpSettings | None = None,
+        *,
+        turn_log: TurnLog | None = None,
+    ) -> None:
         self.engine = engine
-        self.gateway = Gateway(engine, FORMAT)
+        self.gateway = Gateway(engine, FORMAT, turn_log=turn_log)
         self.access = RolloutAccess()
         self.session: GatewaySession = self.gateway.open(
             "stage/0/0/0", sampling=SAMPLING, thinking=True, max_context_tokens=4096

@@ -169,6 +169,10 @@ async def test_told_to_stop_it_lets_running_requests_end_first(model, tmp_path):
         (["--chat-format", "chatml", "--policy-version", "3"], "leave it out"),
         (["--chat-format", "chatml", "--max-context-tokens", "4096"], "512 tokens"),
         (["--chat-format", "chatml", "--admin-key", ""], "--admin-key is empty"),
+        (["--chat-format", "chatml", "--template", "t.jinja"], "--template is for"),
+        (["--chat-format", "template"], "there is no chat template"),
+        (["--chat-format", "chatlm"], "did you mean 'chatml'?"),
+        (["--chat-format", "no_such.module:format"], "no_such"),
     ],
 )
 async def test_what_does_not_fit_the_engines_is_said_and_nothing_starts(

@@ -4,7 +4,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
+from longarc.config.drafts import check_can_draft
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.harness import HarnessConfig
@@ -112,6 +114,8 @@ class Recipe(Settings):
                 self  # the weights bring the shape of the model, which is checked when it is known
             )
         check_model_fits(self.model, self.stages)
+        check_can_draft(self.engine, self.model, self.stages)
+        check_can_round_cache(self.engine, self.model, self.stages)
         if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
             key = model_key(self.model, "vocab_size")
             raise ValueError(

@@ -14,14 +14,15 @@ worker thread, so the event loop stays free and no lock is needed. Weights are s
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -142,6 +143,8 @@ class EmbeddedEngine:
             deliver=self._deliver,
         )
         self._driver: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where pieces are waited for."""
         self._failure: EngineError | None = None
         self._has_failed = asyncio.Event()
         self._num_requests = 0
@@ -152,6 +155,7 @@ class EmbeddedEngine:
         set_compute_threads(self._config.num_threads)
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._driver = asyncio.create_task(self._drive(), name="engine")
         return self
 
@@ -173,13 +177,20 @@ class EmbeddedEngine:
             self._driver = None
         # The step that is being computed ends first: what it works on is about to go.
         self._interrupt.set()
-        # Weights and cache go now and not when the garbage collector comes by: they can be gigabytes, and another
-        # engine may follow.
-        self._weights.close()
+        try:
+            await _to_the_end(asyncio.to_thread(self._stop_threads))
+        finally:
+            self._fail_all(self._failure)
+            # Weights and cache go now and not when the garbage collector comes by: they can be gigabytes, and another
+            # engine may follow.
+            self._weights.close()
+            with contextlib.suppress(AttributeError):  # closed before
+                self._scheduler.seats.close()
+
+    def _stop_threads(self) -> None:
+        """Wait for the weights that are being loaded, then for the step that is being computed."""
+        self._weights.stop()
         self._pool.shutdown(wait=True)
-        self._fail_all(self._failure)
-        with contextlib.suppress(AttributeError):  # closed before
-            self._scheduler.seats.close()
 
     @property
     def failure(self) -> EngineError | None:
@@ -210,7 +221,13 @@ class EmbeddedEngine:
             self._notify()
 
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
+        """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token.
+
+        Raises:
+            EngineRequestError: the tokens or the temperature are none that can be scored.
+            EngineFaultError: a log-probability is not finite, or cannot be computed.
+            EngineLostError: the engine failed or was closed.
+        """
         if self._failure is not None:
             raise self._failure
         check_scoring(
@@ -223,9 +240,17 @@ class EmbeddedEngine:
         self._interrupt.set()
         # The model in use now, however many updates come before its turn.
         model = self._weights.current.model
-        return await loop.run_in_executor(
-            self._pool, self._score, model, list(token_ids), temperature
-        )
+        with _computing(f"scoring {len(token_ids)} tokens"):
+            logprobs = await loop.run_in_executor(
+                self._pool, self._score, model, list(token_ids), temperature
+            )
+        unsound = next((i for i, value in enumerate(logprobs) if not math.isfinite(value)), None)
+        if unsound is not None:
+            raise EngineFaultError(
+                f"the log-probability of token {unsound} of the {len(token_ids)} to score is {logprobs[unsound]}: the "
+                f"model makes numbers that are not finite of them; publish weights that are sound"
+            )
+        return logprobs
 
     async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
         """Read weights while decoding goes on, and swap them between two decode steps.
@@ -336,13 +361,8 @@ class EmbeddedEngine:
 
     async def _computed(self, loop: asyncio.AbstractEventLoop) -> None:
         """Compute a step. One of its requests may be what cannot be computed, and would fail anywhere."""
-        try:
-            with boundary(EngineFaultError, "the engine failed"):
-                await loop.run_in_executor(self._pool, self._step, self._weights.current)
-        except EngineFaultError as error:
-            if isinstance(error.__cause__, MemoryError | OSError):  # it is the machine
-                raise EngineLostError(str(error)) from error.__cause__
-            raise
+        with _computing("the engine failed"):
+            await loop.run_in_executor(self._pool, self._step, self._weights.current)
 
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._interrupt.clear()
@@ -437,6 +457,30 @@ class EmbeddedEngine:
 
     def _call_soon(self, work: Callable[..., object], *args: object) -> None:
         """Let the event loop do something; called from any thread."""
-        loop = self._driver.get_loop() if self._driver is not None else None
-        if loop is not None:
-            loop.call_soon_threadsafe(work, *args)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(work, *args)
+
+
+@contextlib.contextmanager
+def _computing(doing: str) -> Iterator[None]:
+    """Turn what a computation raises into a fault of what was computed, or of the machine where that lacks something."""
+    try:
+        with boundary(EngineFaultError, doing):
+            yield
+    except EngineFaultError as error:
+        if isinstance(error.__cause__, MemoryError | OSError):
+            raise EngineLostError(str(error)) from error.__cause__
+        raise
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until ``work`` is done even where the caller is cancelled meanwhile, who is told so afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

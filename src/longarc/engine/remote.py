@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import orjson
 
+from longarc.engine.ids import whole_ids
 from longarc.engine.line_client import LineClient, LineClientError
 from longarc.engine.wire import (
     INSTANCE_HEADER,
@@ -37,6 +38,8 @@ from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, Weig
 T = TypeVar("T")
 
 _OK, _UNAUTHORISED = 200, 401
+_NOT_WHOLE = "fduw"
+"""Type codes of arrays that hold no whole numbers."""
 _NO_IDS = b'"prompt_ids":[]'
 
 
@@ -67,6 +70,7 @@ class RemoteEngine:
         self._rank = rank
         self._name = f"{address} rank {rank}"
         self._instance_id = ""
+        self._expected: EngineDescription | None = None
         headers = {
             "authorization": f"Bearer {api_key}",
             PROTOCOL_HEADER: str(PROTOCOL_VERSION),
@@ -109,6 +113,10 @@ class RemoteEngine:
         """
         return await self._ask("GET", "/v1/engine", EngineDescription)
 
+    def expect(self, description: EngineDescription) -> None:
+        """Hold every start of the server to this: weights tell neither how a model attends nor how it rounds."""
+        self._expected = description
+
     # The Engine port -------------------------------------------------------------------------
 
     async def stream(
@@ -133,7 +141,9 @@ class RemoteEngine:
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
         body = ScoreRequest(
-            token_ids=tuple(map(int, token_ids)), temperature=temperature, rank=self._rank
+            token_ids=tuple(whole_ids("token ids", token_ids)),
+            temperature=temperature,
+            rank=self._rank,
         )
         reply = await self._ask("POST", "/v1/score", ScoreReply, body)
         return list(reply.logprobs)
@@ -146,8 +156,18 @@ class RemoteEngine:
         await self._ask("POST", "/v1/update_weights", UpdateReply, body)
 
     async def health(self) -> EngineHealth:
-        """Ask the server; what it answers says which start of it the next requests are meant for."""
+        """Ask the server; what it answers says which start of it the next requests are meant for.
+
+        Raises:
+            EngineLostError: it does not answer, or serves something else since it was started anew.
+        """
         health = await self._ask("GET", f"/v1/health?rank={self._rank}", EngineHealth)
+        if self._expected is not None and health.instance_id != self._instance_id:
+            change = _change(self._expected, await self.describe())
+            if change is not None:
+                raise EngineLostError(
+                    f"{self._name} was started anew and {change}; start it as it was before"
+                )
         self._instance_id = health.instance_id
         return health
 
@@ -196,20 +216,38 @@ def _stream_body(
     prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str, rank: int
 ) -> bytes:
     """Return the body of a request; ids in an array are written as they lie there, which matters for long prompts."""
+    is_fast = isinstance(prompt_ids, array) and prompt_ids.typecode not in _NOT_WHOLE
     request = StreamRequest(
-        prompt_ids=() if isinstance(prompt_ids, array) else tuple(map(int, prompt_ids)),
+        prompt_ids=() if is_fast else tuple(whole_ids("prompt ids", prompt_ids)),
         sampling=sampling,
         session_id=session_id,
         rank=rank,
     )
     body = dumps(request)
-    if not isinstance(prompt_ids, array):
+    if not isinstance(prompt_ids, array) or not is_fast:
         return body
     ids = orjson.dumps(
         np.frombuffer(prompt_ids, prompt_ids.typecode), option=orjson.OPT_SERIALIZE_NUMPY
     )
     before, _, after = body.partition(_NO_IDS)
     return b"".join((before, _NO_IDS[:-2], ids, after))
+
+
+def _change(before: EngineDescription, now: EngineDescription) -> str | None:
+    """Say what a server serves otherwise than before; None where who sampled there can go on."""
+    for name in ("attention", "weight_quantisation", "cache_quantisation"):
+        was, found = getattr(before, name), getattr(now, name)
+        if was != found:
+            return f"has {name}={found!r} now, it had {was!r}"
+    if before.model != now.model:
+        keys = {*before.model, *now.model}
+        key = min(key for key in keys if before.model.get(key) != now.model.get(key))
+        return f"serves another model: {key} is {now.model.get(key)!r} now, it was {before.model.get(key)!r}"
+    for name in ("max_context_tokens", "num_ranks"):
+        was, found = getattr(before, name), getattr(now, name)
+        if found < was:
+            return f"has {name}={found} now, it had {was}"
+    return None
 
 
 def _absolute(source: WeightSource) -> WeightSource:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from longarc.engine.ids import whole_ids
 from longarc.engine.pages import Ids
 from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
@@ -156,7 +157,7 @@ def checked_prompt(
     """Return the prompt as an array.
 
     Raises:
-        EngineRequestError: it is empty or too long for the context, or holds an id that is no token.
+        EngineRequestError: it is empty or too long for the context, or holds an id that is no token or no whole number.
     """
     if not prompt_ids:
         raise EngineRequestError("the prompt is empty; send at least one token")
@@ -171,8 +172,7 @@ def checked_prompt(
             f"prompt of {len(prompt_ids)} + max_new_tokens={sampling.max_new_tokens} is {needed} tokens, "
             f"but max_context_tokens={max_context_tokens}; shorten the prompt or ask for less"
         )
-    _check_ids("prompt ids", prompt_ids, vocab_size)
-    return np.asarray(prompt_ids, dtype=np.int64)
+    return np.asarray(_checked_ids("prompt ids", prompt_ids, vocab_size), dtype=np.int64)
 
 
 def check_scoring(
@@ -195,13 +195,15 @@ def check_scoring(
             f"temperature={temperature} has to be at least {MIN_TEMPERATURE} and finite to score: at 0 there is "
             f"no distribution. 1 is the model's own"
         )
-    _check_ids("token ids", token_ids, vocab_size)
+    _checked_ids("token ids", token_ids, vocab_size)
 
 
-def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:
+def _checked_ids(what: str, ids: Sequence[int], vocab_size: int) -> list[int]:
+    ids = whole_ids(what, ids)
     lowest, highest = min(ids), max(ids)
     if lowest < 0 or highest >= vocab_size:
         raise EngineRequestError(
             f"{what} span {lowest}..{highest}, but the vocabulary is 0..{vocab_size - 1}: "
             f"the tokenizer does not match the model"
         )
+    return ids

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import orjson
 
-from longarc.config.engine import WeightQuantisation
+from longarc.config.engine import CacheQuantisation, WeightQuantisation
 from longarc.errors import (
     ContractError,
     EngineBusyError,
@@ -62,6 +62,8 @@ class EngineDescription:
     """Engines behind the address, addressed by 0 .. num_ranks - 1."""
     weight_quantisation: WeightQuantisation = "none"
     """How the weights are rounded that it samples with."""
+    cache_quantisation: CacheQuantisation = "none"
+    """How the rows of its cache are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +174,8 @@ def from_plain(kind: Any, raw: Any, *, where: str = "") -> Any:
         return _one_of(get_args(kind), raw, where)
     if origin is tuple and isinstance(raw, list):
         return _tuple(get_args(kind), raw, where)
-    if origin is Literal and raw in get_args(kind):
-        return raw
+    if origin is Literal:
+        return _one_of_these(get_args(kind), raw, where)
     if kind is float:
         return _float(raw, where)
     if kind is Any or (
@@ -227,6 +229,12 @@ def _one_of(kinds: tuple[Any, ...], raw: Any, where: str) -> Any:
         except EngineRequestError:
             continue
     return from_plain(rest[-1], raw, where=where)
+
+
+def _one_of_these(values: tuple[Any, ...], raw: Any, where: str) -> Any:
+    if raw in values:
+        return raw
+    raise EngineRequestError(f"{where}: {str(raw)[:80]!r} is none of {list(values)}")
 
 
 def _tuple(items: tuple[Any, ...], raw: list[Any], where: str) -> tuple[Any, ...]:

@@ -53,7 +53,8 @@ async def run_tool_loop(
 
     Returns:
         The episode, its conversation as it stood at the end. ``info`` holds ``num_tool_calls``,
-        ``num_tool_errors``, what was done about the context and, where the world failed, ``error``. An ``EngineError`` is not caught: whoever runs the engine says what it was.
+        ``num_tool_errors``, what was done about the context and, where the world failed, ``error``.
+        An ``EngineError`` is not caught: whoever runs the engine says what it was.
     """
     messages = list(task.messages)
     counts = {"num_tool_calls": 0, "num_tool_errors": 0}

@@ -12,12 +12,12 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from longarc.errors import ConfigError, LongArcError
+from longarc.errors import ConfigError, LongArcError, ResourceError
 from longarc.gateway.budget import SessionBudget
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession
 from longarc.gateway.turn_files import SessionHead, TurnFiles, check_session_id
-from longarc.gateway.wire import WireError, not_found, unauthorized
+from longarc.gateway.wire import WireError, as_wire, not_found, unauthorized
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
 
@@ -133,6 +133,8 @@ class DurableSessions:
             raise unauthorized("the key belongs to no open session: it ended, or the key is wrong")
         try:
             return self._resident(entry)
+        except ResourceError as error:  # too many open files, say: not the session's own fault
+            raise as_wire(error) from error
         except LongArcError as error:
             _log.exception("session %s cannot be restored", entry.head.session_id)
             raise WireError(500, str(error), kind="server_error", code="session_damaged") from error

@@ -131,6 +131,10 @@ class _OutputConfig(Wire):
     format: _SchemaFormat | None = None
 
 
+class _ContextManagement(Wire):
+    edits: list[Any] | None = None
+
+
 class CountTokensBody(Wire):
     """The body of a request for the number of prompt tokens."""
 
@@ -143,7 +147,7 @@ class CountTokensBody(Wire):
     tool_choice: Annotated[_AnyChoice | _ToolNamed, Field(discriminator="type")] | None = None
     thinking: Annotated[_ThinkingOn | _ThinkingOther, Field(discriminator="type")] | None = None
     output_config: _OutputConfig | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: _ContextManagement | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -397,9 +401,9 @@ def _common(asked: CountTokensBody) -> dict[str, Any]:
     }
 
 
-def _check_context_management(wanted: dict[str, Any] | None) -> None:
+def _check_context_management(wanted: _ContextManagement | None) -> None:
     """Accept what asks for the context as it is, which is what the gateway always keeps."""
-    for edit in (wanted or {}).get("edits") or ():
+    for edit in (wanted and wanted.edits) or ():
         kind = edit.get("type") if isinstance(edit, dict) else edit
         keep = edit.get("keep") if isinstance(edit, dict) else None
         if not (isinstance(kind, str) and kind.startswith("clear_thinking") and keep == "all"):

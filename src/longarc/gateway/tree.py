@@ -63,11 +63,6 @@ class Node:
     """What is kept of the request of a client that owns its context."""
 
 
-def digest_ids(ids: "array[int]") -> bytes:
-    """Return a digest of some ids."""
-    return hashlib.blake2b(ids, digest_size=16).digest()
-
-
 def id_array(ids: Sequence[int] = ()) -> "array[int]":
     """Return ids in four bytes each."""
     return array("I", ids)

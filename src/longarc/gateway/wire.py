@@ -13,6 +13,7 @@ from longarc.errors import (
     EngineError,
     EngineRequestError,
     LongArcError,
+    ResourceError,
 )
 from longarc.gateway.budget import BudgetExhausted
 from longarc.gateway.session_settings import SessionClosed
@@ -121,13 +122,13 @@ def as_wire(error: LongArcError | ContextExhausted) -> WireError:
         return WireError(400, str(error))
     if isinstance(error, EngineBusyError):
         return _later(str(error))
-    if isinstance(error, EngineError):
+    if isinstance(error, EngineError | ResourceError):
         # Nothing was recorded, so the client's own retry is safe.
         return WireError(
             503,
             str(error),
             kind="server_error",
-            code="engine_error",
+            code="engine_error" if isinstance(error, EngineError) else "out_of_resources",
             headers={"retry-after": "1"},
         )
     return WireError(500, str(error), kind="server_error", code="internal_error")

@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.model import ModelConfig
@@ -82,14 +81,19 @@ async def stopped_or_failed(stop: asyncio.Event, engines: Sequence[Engine]) -> N
     An engine of another program tells its failure only to who asks it for something, so it ends no wait.
     """
     own = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
-    if len(own) == len(engines):
-        waits.append(asyncio.gather(*(engine.failed() for engine in own)))
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        waits: list[asyncio.Task[bool]] = [tasks.create_task(stop.wait())]
+        if len(own) == len(engines):
+            waits.append(tasks.create_task(_all_failed(own)))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
         for wait in waits:
             wait.cancel()
+
+
+async def _all_failed(engines: Sequence[EmbeddedEngine]) -> bool:
+    for engine in engines:
+        await engine.failed()
+    return True
 
 
 def raise_failure(engines: Sequence[Engine]) -> None:
@@ -138,11 +142,13 @@ async def engine_servers(
                     f"of engine.servers. One that is lost later is done without"
                 ) from error
             _check(address, described, loaded, config, max_context_tokens=max_context_tokens)
-            engines[f"{address}#0"] = first
+            ranks = [first]
             for rank in range(1, described.num_ranks):
-                engines[f"{address}#{rank}"] = await opened.enter_async_context(
-                    RemoteEngine(address, api_key=key, rank=rank)
-                )
+                another = RemoteEngine(address, api_key=key, rank=rank)
+                ranks.append(await opened.enter_async_context(another))
+            for rank, engine in enumerate(ranks):
+                engine.expect(described)
+                engines[f"{address}#{rank}"] = engine
         router = await opened.enter_async_context(Router(engines, config.routing, seed=seed))
         await router.update_weights(
             WeightSource(
@@ -177,11 +183,13 @@ def _check(
             f"{address} attends {server.attention}, the checkpoint {loaded.path} is to attend "
             f"{loaded.attention}; start it on that checkpoint's stage"
         )
-    if server.weight_quantisation != config.weight_quantisation:
-        raise ConfigError(
-            f"{address} samples with weight_quantisation={server.weight_quantisation!r}, the recipe says "
-            f"{config.weight_quantisation!r} (engine.weight_quantisation); start it on a run whose recipe says the same"
-        )
+    for name in ("weight_quantisation", "cache_quantisation"):
+        there, here = getattr(server, name), getattr(config, name)
+        if there != here:
+            raise ConfigError(
+                f"{address} samples with {name}={there!r}, the recipe says {here!r} (engine.{name}); start it on a "
+                f"run whose recipe says the same"
+            )
     if server.max_context_tokens < max_context_tokens:
         raise ConfigError(
             f"{address} has room for {server.max_context_tokens} tokens, the stage asks for "

@@ -9,7 +9,9 @@ import pickle
 from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
+from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import check_model_fits
+from longarc.config.drafts import check_can_draft
 from longarc.config.engine_clients import servers_of
 from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
@@ -26,11 +28,12 @@ from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
 from longarc.models.backbones.classes import check_all_is_read, transformers_config
-from longarc.models.build import check_memory
+from longarc.models.build import build_without_memory
 from longarc.models.hf_config import computing_in
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
+from longarc.pipeline.memory_needs import check_stages_fit
 from longarc.pipeline.workspace import check_fits, rollout_family, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -135,7 +138,7 @@ def _check_start(recipe: Recipe) -> None:
         check_fits(tokenizer, recipe.model)
     if recipe.initial is None and isinstance(recipe.model, TransformersConfig):
         check_all_is_read(recipe.model)  # and refuses what transformers does not build
-    check_memory(recipe.model if model is None else model)
+    check_stages_fit(recipe, build_without_memory(recipe.model if model is None else model))
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -161,6 +164,8 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
         transformers_config(model)  # refuses what transformers does not build
     try:
         check_model_fits(model, recipe.stages, is_given=True)
+        check_can_draft(recipe.engine, model, recipe.stages)
+        check_can_round_cache(recipe.engine, model, recipe.stages)
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
     return model

@@ -123,6 +123,7 @@ async def serve_engine(
                 max_context_tokens=max_context_tokens,
                 num_ranks=settings.num_ranks,
                 weight_quantisation=served.config.weight_quantisation,
+                cache_quantisation=served.config.cache_quantisation,
             ),
             DoorSettings(api_key=settings.api_key),
         )
@@ -161,10 +162,17 @@ def _of_directory(directory: Path, settings: EngineServerSettings) -> _Served:
         load=lambda: load_pretrained_dir(directory),
         attention=settings.attention or "dense",
         policy_version=0,
-        config=_with_threads(EngineConfig(), _num_cores(), settings),
+        config=_with_threads(_config_for(settings), _num_cores(), settings),
         seed=0,
         token_bytes=_token_bytes(directory),
     )
+
+
+def _config_for(settings: EngineServerSettings) -> EngineConfig:
+    """Return the settings of an engine without a recipe, whose cache holds the longest sequence that is asked for."""
+    config = EngineConfig()
+    longest = settings.max_context_tokens or 0
+    return config.model_copy(update={"cache_tokens": max(config.cache_tokens, longest)})
 
 
 def _of_run(run_dir: Path, recipe: Recipe, settings: EngineServerSettings) -> _Served:

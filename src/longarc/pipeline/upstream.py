@@ -94,11 +94,13 @@ async def _own_servers(
         described = await first.describe()
         models[address] = described.model
         contexts.append(described.max_context_tokens)
-        engines[f"{address}#0"] = first
+        ranks = [first]
         for rank in range(1, described.num_ranks):
-            engines[f"{address}#{rank}"] = await opened.enter_async_context(
-                RemoteEngine(address, api_key=settings.key, rank=rank)
-            )
+            another = RemoteEngine(address, api_key=settings.key, rank=rank)
+            ranks.append(await opened.enter_async_context(another))
+        for rank, engine in enumerate(ranks):
+            engine.expect(described)
+            engines[f"{address}#{rank}"] = engine
     first_address, *others = settings.addresses
     for address in others:
         if models[address] != models[first_address]:

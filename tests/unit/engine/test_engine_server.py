@@ -15,7 +15,7 @@ from starlette.routing import Route
 from fakes import FakeEngine, FakeWorkerEngine, fake_token
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.server import DoorSettings, EngineDoor
-from longarc.engine.wire import EngineDescription
+from longarc.engine.wire import EngineDescription, StreamRequest, dumps
 from longarc.errors import (
     ConfigError,
     EngineBusyError,
@@ -36,8 +36,10 @@ DESCRIPTION = EngineDescription(
 
 
 @asynccontextmanager
-async def served(*ranks, port=0, **settings) -> AsyncIterator[tuple[EngineDoor, str]]:
-    door = EngineDoor(ranks, DESCRIPTION, DoorSettings(**{"api_key": KEY, **settings}))
+async def served(
+    *ranks, port=0, description=DESCRIPTION, **settings
+) -> AsyncIterator[tuple[EngineDoor, str]]:
+    door = EngineDoor(ranks, description, DoorSettings(**{"api_key": KEY, **settings}))
     async with serving(door.app(), bound_socket(port=port), grace_s=1) as address:
         yield door, address
 
@@ -340,6 +342,80 @@ async def answering(body: bytes, *, status: int = 200) -> AsyncIterator[str]:
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
     async with serving(app, bound_socket()) as address:
         yield address
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention": "sparse"}, "attention='sparse' now, it had 'dense'"),
+        ({"weight_quantisation": "fp8"}, "weight_quantisation='fp8' now, it had 'none'"),
+        ({"cache_quantisation": "fp8"}, "cache_quantisation='fp8' now, it had 'none'"),
+        ({"model": {"family": "other"}}, "another model: family is 'other' now, it was 'fake'"),
+        ({"max_context_tokens": 63}, "max_context_tokens=63 now, it had 64"),
+    ],
+)
+async def test_a_server_that_serves_something_else_after_a_restart_is_lost_until_it_does_not(
+    change, message
+):
+    there = FakeWorkerEngine(token_s=0)
+    async with served(there) as (_, address):
+        port = int(address.rpartition(":")[2])
+        engine = RemoteEngine(address, api_key=KEY)
+        engine.expect(DESCRIPTION)
+        await engine.health()
+    async with engine:
+        async with served(there, port=port, description=replace(DESCRIPTION, **change)):
+            for asking in (engine.health(), complete(engine), engine.health()):
+                with pytest.raises(EngineLostError, match="started anew") as raised:
+                    await asking
+            assert message in str(raised.value)
+        async with served(there, port=port):
+            await engine.health()
+            await complete(engine)
+
+
+async def test_a_client_that_does_not_read_keeps_no_server_from_stopping(monkeypatch):
+    monkeypatch.setattr("longarc.engine.server._LAST_WORDS_S", 0.01)
+    door = EngineDoor([FakeWorkerEngine(token_s=0)], DESCRIPTION, DoorSettings(api_key=KEY))
+    body = dumps(
+        StreamRequest(prompt_ids=(1,), sampling=Sampling(max_new_tokens=1), session_id="s")
+    )
+    events: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+    events.put_nowait({"type": "http.request", "body": body})
+    is_full = asyncio.Event()
+
+    async def send(message):
+        is_full.set()
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/stream",
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {KEY}".encode())],
+    }
+    answering = asyncio.create_task(door.app()(scope, events.get, send))
+    await is_full.wait()
+    async with asyncio.timeout(5):
+        await door.drain(within_s=0)
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+
+
+async def test_a_body_that_never_comes_whole_is_answered_when_the_server_stops():
+    async with served(FakeWorkerEngine(token_s=0)) as (door, address):
+        reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
+        head = f"POST /v1/stream HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
+        await asyncio.sleep(0.05)  # until it waits for the rest
+        await door.drain(within_s=0)
+        async with asyncio.timeout(5):
+            answer = await reader.readuntil(b"}}")
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"EngineLostError" in answer
 
 
 @pytest.mark.parametrize(

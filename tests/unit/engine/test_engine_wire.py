@@ -82,6 +82,8 @@ def test_log_probabilities_come_back_bit_for_bit(values):
         (Sampling, b'{"max_new_tokens": 1.5}', "Sampling.max_new_tokens"),
         (Sampling, b'{"max_new_tokens": 1, "top_p": "1"}', "top_p: '1' is not a number"),
         (Sampling, b'{"max_new_tokens": 1, "stop_ids": [1, "2"]}', "stop_ids"),
+        (Sampling, b'{"max_new_tokens": 1, "on_update": "stop"}', "'stop' is none of .*recompute"),
+        (Sampling, b'{"max_new_tokens": 1, "on_update": []}', r"on_update: '\[\]' is none of"),
         (ScoreRequest, b'{"token_ids": [1, null]}', "token_ids: 'None' is not"),
         (ScoreRequest, b'{"token_ids": 1}', "token_ids"),
         (StreamRequest, b'{"prompt_ids": [1], "session_id": "s", "sampling": 3}', r"\.sampling"),

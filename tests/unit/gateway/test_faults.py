@@ -9,6 +9,7 @@ import pytest
 
 from fakes import FakeEngine
 from gateway_cases import DONE, LOOK, TOOLS, Door, SlowEngine, chat_body
+from longarc.errors import ResourceError
 from longarc.gateway.http import HttpSettings
 from longarc.gateway.limits import HeadLimits
 from longarc.gateway.server import bound_socket, serving
@@ -142,6 +143,32 @@ async def test_two_parallel_requests_of_a_session_are_two_branches_and_lose_noth
     segments = door.session.segments()
     assert len(segments) == 3
     assert sum(s.num_trained_tokens for s in segments) == len(LOOK) + 2 * len(DONE)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_full_disk_is_told_nothing_is_recorded_and_the_retry_goes_on(route, streams):
+    written = []
+
+    def log(session_id: str, index: int, payload: bytes) -> None:
+        if not written:
+            written.append(b"")
+            raise ResourceError(
+                "cannot append to the file: No space left on device; free some space"
+            )
+        written.append(payload)
+
+    door = Door(FakeEngine([DONE, DONE], piece_tokens=3), turn_log=log)
+    async with door.raw() as client:
+        failed = await client.post(route, json=BODIES[route] | {"stream": streams})
+        assert "No space left" in failed.text
+        assert door.session.num_turns == 0
+        if not streams:
+            assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
+        again = await client.post(route, json=BODIES[route] | {"stream": streams})
+    assert again.status_code == 200
+    assert [len(written), door.session.num_turns] == [2, 1]
+    assert door.engine.requests[0] == door.engine.requests[1]
 
 
 async def test_arguments_that_are_no_json_come_back_as_what_they_are():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx
 import openai
@@ -450,6 +451,13 @@ async def test_an_error_of_the_caller_leaves_the_server_context_as_it_is():
 def test_a_port_in_use_is_a_resource_error():
     with bound_socket() as taken, pytest.raises(ResourceError, match="cannot listen"):
         bound_socket(port=taken.getsockname()[1])
+
+
+def test_an_answer_does_not_wait_for_the_clients_acknowledgement():
+    with bound_socket() as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_serving_opens_a_session_per_key_and_name_and_bounds_them():

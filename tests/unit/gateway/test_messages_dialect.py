@@ -203,6 +203,7 @@ async def test_calls_that_cannot_be_read_have_the_name_of_no_tool_and_come_back_
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": -1}}, "context_management.edits"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"temperature": 1.5}, "temperature"),

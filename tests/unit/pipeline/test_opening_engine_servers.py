@@ -1,6 +1,7 @@
 """What a stage asks of the servers that its recipe names."""
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from longarc.config.engine import EngineConfig
 from longarc.config.loader import load_settings
 from longarc.config.model import LlamaConfig
 from longarc.config.recipe import Recipe
+from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.server import DoorSettings, EngineDoor
 from longarc.engine.wire import EngineDescription
@@ -19,7 +21,7 @@ from longarc.errors import ConfigError, EngineFaultError, EngineLostError
 from longarc.gateway.server import bound_socket, serving
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_pretrained_dir, save_weights
-from longarc.pipeline.engines import engine_servers
+from longarc.pipeline.engines import engine_servers, stopped_or_failed
 from longarc.pipeline.local import open_workspace
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.serve import ServeSettings, serve
@@ -27,7 +29,7 @@ from longarc.pipeline.serve_engine import EngineServerSettings, serve_engine
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.records.sampling import Sampling
 from longarc.runs.directory import RunDirectory
-from model_cases import small_glm
+from model_cases import small_glm, small_llama
 from token_samples import small_tokenizer
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
@@ -121,6 +123,11 @@ async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
             {"weight_quantisation": "fp8"},
             "samples with weight_quantisation=.fp8., the recipe says .none.",
         ),
+        (
+            "k",
+            {"cache_quantisation": "fp8"},
+            "samples with cache_quantisation=.fp8., the recipe says .none.",
+        ),
     ],
 )
 async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anything(
@@ -187,6 +194,37 @@ async def test_a_hugging_face_directory_is_served(tmp_path):
         2,
     )
     assert len(scores) == 3
+
+
+async def test_a_hugging_face_directory_is_served_with_all_the_context_that_is_asked_for(tmp_path):
+    longest = EngineConfig().cache_tokens + 1000
+    save_pretrained_dir(build_model(small_llama(max_position_embeddings=longest), seed=0), tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, max_context_tokens=longest)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+        )
+        async with RemoteEngine(await ready, api_key="k") as engine:
+            described = await engine.describe()
+        stop.set()
+    assert described.max_context_tokens == longest
+
+
+async def test_a_wait_that_was_stopped_leaves_nothing_that_nobody_asked_for():
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: said.append(what["message"]))
+    engines = [
+        EmbeddedEngine(build_model(small_llama(), seed=0), EngineConfig(), max_context_tokens=64)
+        for _ in range(2)
+    ]
+    stop = asyncio.Event()
+    stop.set()
+    await stopped_or_failed(stop, engines)
+    gc.collect()
+    assert said == []
+    for engine in engines:
+        await engine.close()
 
 
 async def test_a_hugging_face_directory_has_no_stages(tmp_path):
