@@ -25,7 +25,7 @@ SUMMARY = "let Claude Code, Codex or your own agent work on a task, and keep eve
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add run."""
-    from longarc.config.harness import HARNESSES
+    from longarc.config.harness_names import HARNESSES
 
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     run_parser = actions.add_parser("run", help="run a program on one task", allow_abbrev=False)

@@ -1,20 +1,11 @@
 """Settings of harnesses: programs that own their agent loop and speak a chat API."""
 
-from typing import Any, Final
+from typing import Any
 
 from pydantic import Field, field_validator
 
+from longarc.config.harness_names import HARNESSES
 from longarc.config.settings import Settings
-
-HARNESSES: Final = {
-    "claude-code": "longarc.envs.harnesses.claude_code:ClaudeCode",
-    "codex": "longarc.envs.harnesses.codex:Codex",
-    "opencode": "longarc.envs.harnesses.opencode:Opencode",
-    "mini-swe-agent": "longarc.envs.harnesses.mini_swe_agent:MiniSweAgent",
-    "openai-agents": "longarc.envs.harnesses.openai_agents:OpenAiAgents",
-    "custom": "longarc.envs.harnesses.custom:Custom",
-}
-"""Import paths of the harnesses that come with LongArc, by name."""
 
 
 class HarnessConfig(Settings):
