@@ -1,15 +1,17 @@
 """Speculative decoding in the engine: how long chains of drafts really are, and what they gain in time.
 
 The second part of ``drafts.py``. Tasks of the run's own families that nobody has seen are answered at temperature 1, with
-the chat format's stop ids. The gain is the whole engine's with drafts and without, in turns; the prompts are in its cache
-by then, as those of a group or a later turn are, because drafts gain nothing in a prefill.
+the chat format's stop ids. Engines with drafts and without take turns, with one compute thread and with two, and the gain
+is that of the faster one over the faster one: few rows leave a second thread idle, more rows do not. The prompts are in the
+cache by then, as those of a group or a later turn are. The gain of decoding leaves out what comes before a task's second
+token, measured by itself; that of the whole has it in.
 """
 
 import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common import Table
 
@@ -27,6 +29,7 @@ LEAST_LENGTH = 2.2
 LEAST_GAIN = 1.3
 MAX_NEW, MAX_CONTEXT, CACHE = 64, 4096, 131_072
 BATCHES = (1, 2, 4)
+THREADS = (1, 2)
 DEEP = 12
 """Layers of the variant whose gain has a bar."""
 
@@ -52,6 +55,23 @@ def tasks_of(documents: Sequence[Document], stop_ids: tuple[int, ...]) -> Tasks:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the engine did for all tasks, prompts in its cache beforehand."""
+
+    health: EngineHealth
+    whole_s: float
+    """Time for all of it [seconds]."""
+    first_s: float
+    """Time for the same with one new token each: what is asked, planned and computed before decoding [seconds]."""
+    num_tokens: int
+    """Tokens that were sampled in ``whole_s``."""
+
+    def decode_speed(self, num_tasks: int) -> float:
+        """Return how many tokens behind each task's first one were decoded in a second."""
+        return (self.num_tokens - num_tasks) / (self.whole_s - self.first_s)
+
+
 async def answers(
     model: GlmMoeDsa,
     attention: Attention,
@@ -59,9 +79,10 @@ async def answers(
     *,
     num_drafts: int,
     batch: int,
+    num_threads: int = 1,
     ends_early: bool = True,
-) -> tuple[EngineHealth, float]:
-    """Answer every task, ``batch`` at a time; return what the engine says then, and the seconds without prefill.
+) -> Answers:
+    """Answer every task, ``batch`` at a time.
 
     Chains end early as by default, or not at all.
     """
@@ -70,6 +91,7 @@ async def answers(
         cache_tokens=CACHE,
         max_running=batch,
         num_speculative_tokens=num_drafts,
+        num_threads=num_threads,
         **settings,
     )
     async with EmbeddedEngine(
@@ -84,29 +106,50 @@ async def answers(
                 async for _ in engine.stream(prompt, sampling, session_id=str(index)):
                     pass
 
-        seconds = 0.0
-        for max_new in (1, MAX_NEW):
+        seconds: list[float] = []
+        counts: list[int] = []
+        for max_new in (1, 1, MAX_NEW):  # the first fills the cache
             waiting += enumerate(tasks.prompts)
             started = time.perf_counter()
             await asyncio.gather(*(answer(max_new) for _ in range(batch)))
-            seconds = time.perf_counter() - started
-        return await engine.health(), seconds
+            seconds.append(time.perf_counter() - started)
+            counts.append((await engine.health()).num_sampled_tokens)
+        return Answers(
+            health=await engine.health(),
+            whole_s=seconds[2],
+            first_s=seconds[1],
+            num_tokens=counts[2] - counts[1],
+        )
 
 
-def speed(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Tokens per second of one kind of engine, a number for each turn."""
+
+    whole: list[float] = field(default_factory=list)
+    decoding: list[float] = field(default_factory=list)
+
+
+def speeds(
     model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, batch: int, repeats: int
-) -> tuple[float, float, float]:
-    """Return tokens/s with drafts and without, medians, and the median of the ratios of neighbouring turns."""
-    found: dict[int, list[float]] = {NUM_DRAFTS: [], 0: []}
+) -> dict[tuple[int, int], Speeds]:
+    """Measure engines by number of drafts and threads, in turns."""
+    found = {(drafts, threads): Speeds() for drafts in (NUM_DRAFTS, 0) for threads in THREADS}
     for _ in range(repeats):
-        for num_drafts, speeds in found.items():
-            health, seconds = asyncio.run(
-                answers(model, attention, tasks, num_drafts=num_drafts, batch=batch)
+        for (num_drafts, num_threads), own in found.items():
+            done = asyncio.run(
+                answers(
+                    model,
+                    attention,
+                    tasks,
+                    num_drafts=num_drafts,
+                    batch=batch,
+                    num_threads=num_threads,
+                )
             )
-            speeds.append((health.num_sampled_tokens - len(tasks.prompts)) / seconds)
-    ratios = [a / b for a, b in zip(found[NUM_DRAFTS], found[0], strict=True)]
-    with_drafts, without = (statistics.median(speeds) for speeds in found.values())
-    return with_drafts, without, statistics.median(ratios)
+            own.whole.append(done.num_tokens / done.whole_s)
+            own.decoding.append(done.decode_speed(len(tasks.prompts)))
+    return found
 
 
 def deepened(model: GlmMoeDsa, num_layers: int, *, seed: int) -> GlmMoeDsa:
@@ -131,12 +174,13 @@ def deepened(model: GlmMoeDsa, num_layers: int, *, seed: int) -> GlmMoeDsa:
 
 def add_length_rows(table: Table, model: GlmMoeDsa, attention: Attention, tasks: Tasks) -> None:
     """Print how long chains are in the engine, and how often each depth stays."""
-    health, _ = asyncio.run(
+    done = asyncio.run(
         answers(model, attention, tasks, num_drafts=NUM_DRAFTS, batch=32, ends_early=False)
     )
+    health, num_layers = done.health, model.config.num_hidden_layers
     length = health.accept_length_tokens
     table.row(
-        f"engine, {model.config.num_hidden_layers} layers, {len(tasks.prompts)} unseen tasks: accept length of {NUM_DRAFTS} drafts [tokens]",
+        f"engine, {num_layers} layers, {len(tasks.prompts)} unseen tasks: accept length of {NUM_DRAFTS} drafts [tokens]",
         f"{length:.3f}",
         bar=f"{LEAST_LENGTH}",
         holds=length >= LEAST_LENGTH,
@@ -151,16 +195,28 @@ def add_length_rows(table: Table, model: GlmMoeDsa, attention: Attention, tasks:
 def add_speed_rows(
     table: Table, model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, repeats: int
 ) -> None:
-    """Print the gain at each batch size; there is a bar for the deep model alone."""
+    """Print the gain at each batch size; there is a bar for decoding with the deep model alone."""
     num_layers = model.config.num_hidden_layers
     for batch in BATCHES:
-        ours, plain, gain = speed(model, attention, tasks, batch=batch, repeats=repeats)
-        has_bar = num_layers >= DEEP
-        table.row(
-            f"engine, {num_layers} layers, batch {batch}: {NUM_DRAFTS} drafts [tokens/s]",
-            f"{ours:,.0f}",
-            peer=f"no drafts {plain:,.0f}",
-            ratio=gain,
-            bar=f"{LEAST_GAIN}x" if has_bar else "-",
-            holds=gain >= LEAST_GAIN if has_bar else None,
-        )
+        found = speeds(model, attention, tasks, batch=batch, repeats=repeats)
+        for kind in ("decoding", "whole"):
+            has_bar = kind == "decoding" and num_layers >= DEEP
+            of_kind = {key: getattr(own, kind) for key, own in found.items()}
+            best = {
+                drafts: max((of_kind[drafts, threads] for threads in THREADS), key=statistics.median)
+                for drafts in (NUM_DRAFTS, 0)
+            }
+            gain = statistics.median(best[NUM_DRAFTS]) / statistics.median(best[0])
+            table.row(
+                f"engine, {num_layers} layers, batch {batch}, {kind}: {NUM_DRAFTS} drafts, "
+                f"{' and '.join(map(str, THREADS))} threads [tokens/s]",
+                ", ".join(_spread(of_kind[NUM_DRAFTS, threads]) for threads in THREADS),
+                peer=f"no drafts {', '.join(_spread(of_kind[0, threads]) for threads in THREADS)}",
+                ratio=gain,
+                bar=f"{LEAST_GAIN}x" if has_bar else "-",
+                holds=gain >= LEAST_GAIN if has_bar else None,
+            )
+
+
+def _spread(numbers: Sequence[float]) -> str:
+    return f"{statistics.median(numbers):,.0f} ({min(numbers):,.0f} to {max(numbers):,.0f})"

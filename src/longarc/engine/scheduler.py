@@ -56,8 +56,7 @@ class Scheduler:
         Args:
             seats: of the cache.
             max_running: sequences computed together.
-            keeps_newest_token: what goes on with a completion that has begun computes all but its newest token
-                beforehand: that begins a step of its own, as if nothing had come between.
+            keeps_newest_token: of what is known all but the newest token is computed beforehand: that begins a step.
         """
         self.seats = seats
         self._max_running = max_running
@@ -122,7 +121,7 @@ class Scheduler:
         if self.num_active >= self._max_running:
             return _Admission.NO_ROOM
         tokens = request.tokens()
-        if self._keeps_newest_token and request.draw_position and len(tokens) > 1:
+        if self._keeps_newest_token and len(tokens) > 1:
             tokens = tokens[:-1]
         is_held = request.weights is not None
         prefix = self.seats.nothing() if is_held else self.seats.find(tokens)
@@ -139,7 +138,7 @@ class Scheduler:
         else:
             request.has_begun = True
             request.num_cached = seat.length
-            self.num_prompt_tokens += len(tokens)
+            self.num_prompt_tokens += len(request.prompt)
             self.num_cached_tokens += seat.length
         self.prefilling.append(request)
         return _Admission.ADMITTED

@@ -30,7 +30,7 @@ class RoundDraws:
     num_drafts: int
     """Tokens to draft in a round, where the budget allows it."""
     least_probability: float
-    """A chain ends behind a draft to which the MTP layer gave less."""
+    """No draft is made that would give its chain a smaller probability in the eyes of the MTP layer."""
     temperatures: Float[Tensor, " B"]
     """0 takes the most likely token."""
     seeds: Int[Tensor, " B"]
@@ -79,6 +79,7 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             shape: sequences, pages and lengths.
         """
         self._draft = structs.Draft()
+        self._draft_output = torch.empty(0)
         super().__init__(_with_named_layer(weights, config), angles, config, shape)
 
     def under(self, weights: Weights) -> "DraftingGlmMoeDsa":
@@ -125,6 +126,10 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             states=self.layer(behind)["states"].data_ptr(),
             feeds_normed=config.mtp_feeds_normed,
             advances=config.mtp_query_position == "advance",
+        )
+        # What drafts are drawn from need not be exact: the main model decides with its own numbers.
+        self._draft_output = self._library.packed(
+            self._output_weight(), self._arena, compute_dtype="bfloat16"
         )
         return layers
 
@@ -245,6 +250,7 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             **structs.addresses(
                 {
                     "output": self._output,
+                    "draft_output": self._draft_output,
                     "temperatures": draws.temperatures,
                     "seeds": draws.seeds,
                     "num_drawn": draws.num_drawn,
