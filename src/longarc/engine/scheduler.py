@@ -121,10 +121,10 @@ class Scheduler:
         if self.num_active >= self._max_running:
             return _Admission.NO_ROOM
         tokens = request.tokens()
-        if self._keeps_newest_token and len(tokens) > 1:
-            tokens = tokens[:-1]
         is_held = request.weights is not None
         prefix = self.seats.nothing() if is_held else self.seats.find(tokens)
+        if self._keeps_newest_token and len(tokens) > 1:
+            tokens = tokens[:-1]  # all of which may be found
         if self.seats.can_branch and not is_held and self._is_being_computed(tokens, prefix.length):
             return _Admission.WAITS_FOR_PREFILL
         # Others may soon need a page; whoever took the last one would be preempted at once.
@@ -140,7 +140,7 @@ class Scheduler:
             request.num_cached = seat.length
             self.num_prompt_tokens += len(request.prompt)
             self.num_cached_tokens += seat.length
-        self.prefilling.append(request)
+        (self.prefilling if request.num_missing else self.running).append(request)
         return _Admission.ADMITTED
 
     def _num_growing(self) -> int:

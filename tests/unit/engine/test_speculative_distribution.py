@@ -86,11 +86,12 @@ def p_value_of_uniform(numbers):
     ("num_requests", "least", "sampling"),
     [
         (500, 0.0, {}),
-        (250, 0.1, {}),
+        (250, 0.02, {}),
+        (100, 0.02, {"temperature": 1.3, "top_p": 0.95}),
         (100, 0.0, {"temperature": 1.3, "top_p": 0.95}),
         (100, 0.0, {"temperature": 1.3}),
     ],
-    ids=["plain", "ends early", "truncated", "hot"],
+    ids=["plain", "likely drafts only", "likely drafts only, in torch", "truncated", "hot"],
 )
 async def test_tokens_are_distributed_as_without_drafts_at_every_depth(
     num_requests, least, sampling
@@ -102,7 +103,7 @@ async def test_tokens_are_distributed_as_without_drafts_at_every_depth(
     for depth in range(NUM_DRAFTS + 1):
         at_depth = numbers[depths == depth]
         if least and len(at_depth) <= 200:
-            continue  # chains of which only the likely ones go on are seldom so long
+            continue  # likely chains are seldom so long
         assert len(at_depth) > 200
         assert p_value_of_uniform(at_depth) > 1e-3
     # How often each id came: sums of independent draws, given what came before each.
@@ -112,7 +113,8 @@ async def test_tokens_are_distributed_as_without_drafts_at_every_depth(
     # Both outcomes were common at every depth, so a wrong one would have shown.
     reached = [health.num_drafted[0], *health.num_accepted[:-1]]
     for stayed, looked_at in zip(health.num_accepted, reached, strict=True):
-        assert (0.2 if least == 0 else 0.0) < stayed / looked_at < 0.95
+        if looked_at > 200:
+            assert (0.2 if least == 0 else 0.05) < stayed / looked_at < 0.95
 
 
 def test_the_test_would_notice_if_drafts_stayed_that_have_to_go():
