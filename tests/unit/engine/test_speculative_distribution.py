@@ -113,8 +113,8 @@ async def test_tokens_are_distributed_as_without_drafts_at_every_depth(
     # Both outcomes were common at every depth, so a wrong one would have shown.
     reached = [health.num_drafted[0], *health.num_accepted[:-1]]
     for stayed, looked_at in zip(health.num_accepted, reached, strict=True):
-        if looked_at > 200:
-            assert (0.2 if least == 0 else 0.05) < stayed / looked_at < 0.95
+        assert (0.2 if least == 0 else 0.0) <= stayed / looked_at < 0.95
+    assert health.num_accepted[0] > 2000
 
 
 def test_the_test_would_notice_if_drafts_stayed_that_have_to_go():
