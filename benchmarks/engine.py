@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -80,18 +81,34 @@ def _config(length: int, threads: int, batch: int) -> EngineConfig:
     )
 
 
-def engine_tokens_per_s(model: Decoder, prompts: list[list[int]], threads: int) -> float:
-    """Sample from all prompts at once, prefill included."""
+@contextmanager
+def open_engine(
+    model: Decoder, prompts: list[list[int]], threads: int
+) -> Iterator[Callable[[], float]]:
+    """Yield what samples from all prompts at once and returns tokens/s, prefill included.
+
+    The engine stays open from turn to turn, as its peers do. Every turn has prompts of its own, which share as much as
+    those given, so that none is in the cache.
+    """
+    length = len(prompts[0]) + NUM_NEW
+    engine = EmbeddedEngine(
+        model, _config(length, threads, len(prompts)), max_context_tokens=length
+    )
+    turns = count()
 
     async def measure() -> float:
-        length = len(prompts[0]) + NUM_NEW
-        config = _config(length, threads, len(prompts))
-        async with EmbeddedEngine(model, config, max_context_tokens=length) as engine:
-            started = time.perf_counter()
-            count = await _sample_all(engine, prompts, NUM_NEW)
-            return count / (time.perf_counter() - started)
+        turn = next(turns)
+        fresh = [[(token + turn) % model.config.vocab_size for token in p] for p in prompts]
+        started = time.perf_counter()
+        num_sampled = await _sample_all(engine, fresh, NUM_NEW)
+        return num_sampled / (time.perf_counter() - started)
 
-    return asyncio.run(measure())
+    with asyncio.Runner() as runner:
+        runner.run(engine.__aenter__())
+        try:
+            yield lambda: runner.run(measure())
+        finally:
+            runner.run(engine.close())
 
 
 def decode_tokens_per_s(model: Decoder, context: int, num_new: int, threads: int) -> float:
@@ -208,11 +225,10 @@ def main() -> None:
         title = f"Llama {size:.1f}M, {shape.num_hidden_layers} x {shape.hidden_size}"
         with open_peers(llama, workloads, options.threads) as peers:
             for name, prompts in workloads.items():
-                ours, *theirs = best(
-                    repeats,
-                    partial(engine_tokens_per_s, llama, prompts, options.threads),
-                    *(partial(_generated, peer, name) for peer in peers),
-                )
+                with open_engine(llama, prompts, options.threads) as sample:
+                    ours, *theirs = best(
+                        repeats, sample, *(partial(_generated, peer, name) for peer in peers)
+                    )
                 llama_rows.append((f"{title}, {name}", ours, max(theirs)))
             versions = peers[0].ready["versions"]
     nano_ours, nano_eager = best(repeats, decode, eager(decode))

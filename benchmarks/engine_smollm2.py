@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from common import PeerProcess, Table, positive
-from engine import NUM_NEW, PEER_SCRIPT, best, engine_tokens_per_s, make_prompts
+from engine import NUM_NEW, PEER_SCRIPT, best, make_prompts, open_engine
 
 from longarc.config.model import ComputeDtype, GlmMoeDsaConfig
 from longarc.models.build import build_model
@@ -141,18 +141,18 @@ def measure(
         for batch in batches:
             name = str(batch)
             asked = peers if batch <= MAX_PEER_BATCH else []
-            found.ours[batch], *others = best(
-                repeats,
-                partial(engine_tokens_per_s, model, workloads[name], threads),
-                *(partial(_generated, peer, name) for peer in asked),
-            )
+            with open_engine(model, workloads[name], threads) as sample:
+                found.ours[batch], *others = best(
+                    repeats, sample, *(partial(_generated, peer, name) for peer in asked)
+                )
             if others:
                 found.transformers[batch] = others[0]
             if len(others) > 1:
                 found.vllm[batch] = max(others[1:])
     for batch in GROUP_BARS:
         prompts = make_prompts(NUM_PROMPT, batch=batch, group_size=8, vocab_size=vocab_size)
-        [found.groups[batch]] = best(repeats, partial(engine_tokens_per_s, model, prompts, threads))
+        with open_engine(model, prompts, threads) as sample:
+            [found.groups[batch]] = best(repeats, sample)
     return found, versions
 
 
@@ -233,12 +233,11 @@ def add_glm(table: Table, *, threads: int, repeats: int) -> None:
             "num_threads": threads,
             "attention": "eager",
         }
-        with PeerProcess("transformers", sys.executable, PEER_SCRIPT, job) as peer:
-            ours, theirs = best(
-                repeats,
-                partial(engine_tokens_per_s, model, prompts, threads),
-                partial(_generated, peer, "16"),
-            )
+        with (
+            PeerProcess("transformers", sys.executable, PEER_SCRIPT, job) as peer,
+            open_engine(model, prompts, threads) as sample,
+        ):
+            ours, theirs = best(repeats, sample, partial(_generated, peer, "16"))
     table.row(
         "GLM-5-type, 4 x 256, 8 experts, index_topk 64, batch 16 [tokens/s], peer transformers.generate",
         f"{ours:.0f}",

@@ -3,7 +3,11 @@
 The embedded engine samples 100,000 tokens with mixed prompt lengths, prompts shared in groups (prefix hits), requests
 that come and go, so few pages that sequences are preempted and computed again, and weights that are exchanged
 meanwhile. The trainer then scores the same tokens with the weights that drew them, packed at random. Once with products
-in float32 and once in bfloat16. What a sequence draws behind an exchange is left out: it saw keys of both weights.
+in float32 and once in bfloat16.
+
+Half of the requests have their cache computed again at an exchange: all of their tokens are compared, each with its own
+version. The other half go on with the cache of before, and what they draw then is left out, for it saw keys of both
+weights; so did a request of which only the prompt had been computed, in part, when the exchange came.
 
 The model comes from ``make models/smollm2-135m/config.json``.
 Usage: python benchmarks/exactness_smollm2.py [--tokens 100000] [--seed 0] [--threads 2] [--model DIR] [--quick]
@@ -32,6 +36,7 @@ from longarc.runs.checkpoint import file_sha256
 
 ROOT = Path(__file__).parents[1]
 MAX_CONTEXT = 384
+CACHE_TOKENS = 1536
 WAVES_OF_A_VERSION = 4
 DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 
@@ -42,6 +47,8 @@ class Rollout:
 
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     health: EngineHealth | None = None
+    num_behind_exchanges: int = 0
+    """Tokens that are compared though their sequence began under other weights."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +80,7 @@ async def roll_out(
         save_weights(model, str(path))
         sources.append(WeightSource(path=str(path), sha256=file_sha256(path)))
     config = EngineConfig(
-        cache_tokens=4096,
+        cache_tokens=CACHE_TOKENS,
         page_tokens=16,
         max_running=32,
         max_prefill_tokens=256,
@@ -81,37 +88,44 @@ async def roll_out(
     )
     vocab_size = models[0].config.vocab_size
     served = load_like(models[0])
+    wave = version = 0
 
     async def complete(
         engine: EmbeddedEngine, prompt: list[int], session: str, sampling: Sampling
     ) -> None:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        cached, first = 0, None
+        runs: dict[int, tuple[list[int], list[float]]] = {}
+        asked, cached = version, 0
         async for piece in engine.stream(prompt, sampling, session_id=session):
-            first = piece.policy_version if first is None else first
+            tokens, logprobs = runs.setdefault(piece.policy_version, ([], []))
+            tokens.extend(piece.token_ids)
+            logprobs.extend(piece.logprobs)
             cached += piece.num_cached_tokens
-            if piece.policy_version == first:
-                tokens.extend(piece.token_ids)
-                logprobs.extend(piece.logprobs)
-        if first is not None:
-            sample = Sample(tuple(prompt), tuple(tokens), tuple(logprobs), cached)
-            found.samples.setdefault(first, []).append(sample)
+        before = list(prompt)
+        for drawn_by, (tokens, logprobs) in runs.items():
+            if drawn_by == asked or sampling.on_update == "recompute":
+                sample = Sample(tuple(before), tuple(tokens), tuple(logprobs), cached)
+                found.samples.setdefault(drawn_by, []).append(sample)
+                found.num_behind_exchanges += len(tokens) if drawn_by != asked else 0
+            before += tokens
+            cached = 0
 
     async with EmbeddedEngine(served, config, max_context_tokens=MAX_CONTEXT) as engine:
-        wave = version = 0
         while found.num_tokens < num_tokens:
             wave += 1
+            # A long wave, of which much is left when the weights have been read.
+            exchanges = wave % WAVES_OF_A_VERSION == 0
             async with asyncio.TaskGroup() as group:
-                for _ in range(rng.randint(1, 12)):
+                for _ in range(12 if exchanges else rng.randint(1, 12)):
                     prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(2, 250))]
                     for member in range(4):
                         sampling = Sampling(
-                            max_new_tokens=rng.randint(1, 120), seed=rng.getrandbits(32)
+                            max_new_tokens=rng.randint(1, 120),
+                            seed=rng.getrandbits(32),
+                            on_update=rng.choice(("continue", "recompute")),
                         )
                         name = f"{wave}-{len(prompt)}-{rng.random()}-{member}"
                         group.create_task(complete(engine, prompt, name, sampling))
-                if wave % WAVES_OF_A_VERSION == 0:
+                if exchanges:
                     await asyncio.sleep(0.1)
                     version += 1
                     await engine.update_weights(
@@ -160,7 +174,7 @@ def add_rows(
     preempted = found.health.num_preemptions if found.health else 0
     print(
         f"{dtype}: {completions} completions, {cached} prompt tokens from the prefix cache, {preempted} preemptions, "
-        f"{len(found.samples)} versions"
+        f"{len(found.samples)} versions, {found.num_behind_exchanges} tokens behind an exchange"
     )
     table.row(
         f"SmolLM2-135M, {dtype}: tokens whose log-probability differs in any bit",

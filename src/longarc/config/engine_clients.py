@@ -59,6 +59,9 @@ class ServedEngineConfig(Settings):
     url: str | None = Field(None, pattern=r"^https?://")
     """Address of a server that runs already, instead of ``python``. It must see the run directory under the same
     path, because weights are handed over as files."""
+    prefill_url: str | None = Field(None, pattern=r"^https?://")
+    """Address of a second server that runs already and prefills for the one at ``url``, which then only decodes.
+    Weights go to both. Tested against fakes that follow the documentation, never against real servers."""
     args: tuple[str, ...] = ()
     """More arguments of the server, as on its command line; those that LongArc sets itself are refused."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -103,6 +106,21 @@ class ServedEngineConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _prefills_for_another(self) -> Self:
+        if self.prefill_url is None:
+            return self
+        if self.url is None:
+            raise ValueError(
+                f"prefill_url={self.prefill_url!r} needs url, the address of the server that decodes: LongArc "
+                f"starts no pair of servers; start both, and leave python out"
+            )
+        if self.prefill_url.rstrip("/") == self.url.rstrip("/"):
+            raise ValueError(
+                f"prefill_url and url are both {self.url!r}; for one server that does both, leave prefill_url out"
+            )
+        return self
+
 
 class VllmConfig(ServedEngineConfig):
     """vLLM as the engine."""
@@ -120,6 +138,15 @@ class VllmConfig(ServedEngineConfig):
     @model_validator(mode="after")
     def _args_are_free(self) -> Self:
         _refuse_own(self.args, _OWN_VLLM_ARGS)
+        return self
+
+    @model_validator(mode="after")
+    def _pair_can_update(self) -> Self:
+        if self.prefill_url is not None and self.on_update == "recompute":
+            raise ValueError(
+                'on_update="recompute" is not possible with prefill_url: a cache on its way between the servers '
+                'would stay that of the old weights; use "continue" or "finish"'
+            )
         return self
 
 
@@ -143,6 +170,21 @@ class SglangConfig(ServedEngineConfig):
     @model_validator(mode="after")
     def _args_are_free(self) -> Self:
         _refuse_own(self.args, _OWN_SGLANG_ARGS)
+        return self
+
+    @model_validator(mode="after")
+    def _pair_can_update(self) -> Self:
+        if self.prefill_url is None:
+            return self
+        if self.on_update != "finish":
+            raise ValueError(
+                f'on_update="{self.on_update}" is not possible with prefill_url: the prefill server samples the '
+                f'first token, and what SGLang then reports as its version is not documented; use "finish"'
+            )
+        if self.update_from != "disk":
+            raise ValueError(
+                f'update_from="{self.update_from}" reaches one server only; with prefill_url use "disk"'
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ class HttpJson:
             socket: path of a Unix socket.
             transport: replaces the network, for tests.
         """
-        self._where = url if socket is None else f"unix:{socket}"
+        self.where = url if socket is None else f"unix:{socket}"
         if transport is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             transport = httpx.AsyncHTTPTransport(uds=socket, limits=limits)
@@ -89,7 +89,7 @@ class HttpJson:
                     yield json.loads(data)
         except (httpx.HTTPError, ValueError) as error:
             raise self._lost(path, error) from error
-        raise EngineError(f"{self._where}{path} ended its answer early; the server may have died")
+        raise EngineError(f"{self.where}{path} ended its answer early; the server may have died")
 
     async def _request(
         self, method: str, path: str, body: object, query: Mapping[str, str] | None
@@ -107,18 +107,18 @@ class HttpJson:
             return response.json()
         except ValueError as error:
             raise EngineError(
-                f"{self._where}{path} answered something that is not JSON: "
+                f"{self.where}{path} answered something that is not JSON: "
                 f"{response.text[:_SHOWN_CHARS]!r}. Is this the server that the recipe names?"
             ) from error
 
     def _refused(self, path: str, response: httpx.Response) -> EngineError:
         return EngineError(
-            f"{self._where}{path} answered {response.status_code}: {response.text[:_SHOWN_CHARS]}"
+            f"{self.where}{path} answered {response.status_code}: {response.text[:_SHOWN_CHARS]}"
         )
 
     def _lost(self, path: str, error: Exception) -> EngineError:
         return EngineError(
-            f"{self._where}{path} does not answer ({type(error).__name__}: {error}); see the server's log"
+            f"{self.where}{path} does not answer ({type(error).__name__}: {error}); see the server's log"
         )
 
 

@@ -13,8 +13,10 @@ from longarc.engine.http_json import HttpJson
 from longarc.engine.served import ServedEngine, ServedLimits
 from longarc.engine.server_process import ServerProcess, free_port
 from longarc.engine.sglang import SglangServer
+from longarc.engine.sglang_pair import SglangPair
 from longarc.engine.sglang_weights import transport_of
 from longarc.engine.vllm import LOADER, VllmServer
+from longarc.engine.vllm_pair import VllmPair
 
 _logger = logging.getLogger(__name__)
 
@@ -50,10 +52,7 @@ async def open_vllm(
     """
     async with contextlib.AsyncExitStack() as stack:
         if config.url is not None:
-            http = HttpJson(config.url)
-            stack.push_async_callback(http.close)
-            server = VllmServer(http, on_update=config.on_update)
-            await server.check()
+            server: VllmServer | VllmPair = await _running_vllm(stack, config, config.url)
         else:
             # A directory that only this user can enter: whoever reaches the socket can change the weights.
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longarc-vllm-")))
@@ -61,7 +60,7 @@ async def open_vllm(
             socket = own / "socket"
             http = HttpJson("http://vllm", socket=str(socket))
             stack.push_async_callback(http.close)
-            server = VllmServer(http, on_update=config.on_update)
+            server = started = VllmServer(http, on_update=config.on_update)
             process = await ServerProcess.start(
                 _vllm_argv(config, limits, model_directory, socket),
                 name="vLLM",
@@ -76,12 +75,32 @@ async def open_vllm(
                     **config.environment,
                 },
                 log=log,
-                is_up=server.is_up,
+                is_up=started.is_up,
                 timeout_s=config.start_timeout_s,
             )
             stack.push_async_callback(process.close)
         await server.label(policy_version)
         yield ServedEngine(server, limits, policy_version=policy_version, seed=seed)
+
+
+async def _running_vllm(
+    stack: contextlib.AsyncExitStack, config: VllmConfig, url: str
+) -> VllmServer | VllmPair:
+    """Check what runs already: one server, or one that decodes and one that prefills."""
+    decode = VllmServer(_opened(stack, url), on_update=config.on_update)
+    if config.prefill_url is None:
+        await decode.check()
+        return decode
+    prefill = VllmServer(_opened(stack, config.prefill_url), on_update=config.on_update)
+    pair = VllmPair(prefill, decode, on_update=config.on_update, max_mean_gap=config.probe_bound)
+    await pair.check()
+    return pair
+
+
+def _opened(stack: contextlib.AsyncExitStack, url: str) -> HttpJson:
+    http = HttpJson(url)
+    stack.push_async_callback(http.close)
+    return http
 
 
 def _vllm_argv(
@@ -127,10 +146,7 @@ async def open_sglang(
     """Serve a model with SGLang until the block ends; as `open_vllm`, and never run against a real server."""
     async with contextlib.AsyncExitStack() as stack:
         url = config.url or f"http://127.0.0.1:{free_port()}"
-        http = HttpJson(url)
-        stack.push_async_callback(http.close)
-        transport = stack.enter_context(transport_of(config, http, model_directory))
-        server = SglangServer(http, transport, on_update=config.on_update)
+        server = _sglang(stack, config, url, model_directory)
         if config.url is None:
             process = await ServerProcess.start(
                 _sglang_argv(config, limits, model_directory, url),
@@ -146,14 +162,27 @@ async def open_sglang(
                 timeout_s=config.start_timeout_s,
             )
             stack.push_async_callback(process.close)
-        await server.check(config)
+        checked: SglangServer | SglangPair = server
+        if config.prefill_url is None:
+            await server.check(config)
+        else:
+            prefill = _sglang(stack, config, config.prefill_url, model_directory)
+            checked = await SglangPair.found(prefill, server, config)
         if not config.deterministic:
             _logger.warning(
                 "SGLang ignores seeds without deterministic inference: the run cannot be repeated; set "
                 "engine.deterministic = true if it has to be"
             )
-        await server.label(policy_version)
-        yield ServedEngine(server, limits, policy_version=policy_version, seed=seed)
+        await checked.label(policy_version)
+        yield ServedEngine(checked, limits, policy_version=policy_version, seed=seed)
+
+
+def _sglang(
+    stack: contextlib.AsyncExitStack, config: SglangConfig, url: str, model_directory: Path
+) -> SglangServer:
+    http = _opened(stack, url)
+    transport = stack.enter_context(transport_of(config, http, model_directory))
+    return SglangServer(http, transport, on_update=config.on_update)
 
 
 def _sglang_argv(

@@ -16,13 +16,13 @@ these are refused. A server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports those 
 the probe finds.
 """
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from longarc.config.engine_clients import SglangConfig
 from longarc.engine.http_json import HttpJson, prometheus
+from longarc.engine.pair import InFlight
 from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
 from longarc.engine.served import BrokenServerError, ServerCounts, ServerRequest, finite
 from longarc.engine.sglang_weights import WeightTransport
@@ -50,9 +50,7 @@ class SglangServer:
         self.http = http
         self._transport = transport
         self._on_update: UpdatePolicy = on_update
-        self._num_running = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._in_flight = InFlight()
 
     async def is_up(self) -> bool:
         """Whether it answers."""
@@ -62,13 +60,26 @@ class SglangServer:
             return False
         return True
 
-    async def check(self, config: SglangConfig) -> None:
-        """Refuse a server that was started in a way LongArc cannot use.
+    async def check(
+        self, config: SglangConfig, *, mode: Literal["null", "prefill", "decode"] = "null"
+    ) -> Mapping[str, Any]:
+        """Refuse a server that was started in a way LongArc cannot use; return what it was started with.
+
+        Args:
+            config: the recipe's engine.
+            mode: its part where prefill and decode are apart.
 
         Raises:
             ConfigError: an argument is missing or has another value.
         """
-        info = await self.http.get("/get_server_info")
+        info: Mapping[str, Any] = await self.http.get("/get_server_info")
+        found = info.get("disaggregation_mode", "null")
+        if found != mode:
+            raise ConfigError(
+                f"the SGLang server at {self.http.where} has --disaggregation-mode {found}, the recipe needs {mode}: "
+                f"engine.url names the server that decodes, engine.prefill_url the one that prefills, and a server "
+                f"that does both is named by engine.url alone"
+            )
         wanted = {
             "enable_metrics": True,
             "enable_deterministic_inference": config.deterministic,
@@ -76,9 +87,10 @@ class SglangServer:
         for key, value in wanted.items():
             if info.get(key, False) != value:
                 raise ConfigError(
-                    f"the SGLang server has {key}={info.get(key, False)}, the recipe needs {value}: start it "
+                    f"the SGLang server at {self.http.where} has {key}={info.get(key, False)}, the recipe needs {value}: start it "
                     f"{'with' if value else 'without'} --{key.replace('_', '-')}"
                 )
+        return info
 
     async def label(self, policy_version: int) -> None:
         """Say which version the weights it started with are."""
@@ -108,31 +120,18 @@ class SglangServer:
 
     async def chunks(self, request: ServerRequest) -> AsyncGenerator[Chunk]:
         """Sample one completion: as one chunk, or several where pieces of it are wanted early."""
-        body = {
-            "input_ids": list(request.prompt_ids),
-            "rid": request.request_id,
-            "extra_key": request.cache_salt,
-            "sampling_params": _sampling_params(request.sampling, request.seed),
-            "return_logprob": True,
-            "stream": bool(request.sampling.stream_interval_tokens),
-        }
-        is_over = False
-        self._count(1)
-        try:
-            async with contextlib.aclosing(self._answers(body)) as answers:
-                num_seen = 0
-                async for answer in answers:
-                    chunk, num_seen = _chunk(answer, num_seen)
-                    is_over = chunk.ending is not None
-                    yield chunk
-        finally:
-            if not is_over:
-                # The server notices a closed connection only when it next writes to it.
-                with contextlib.suppress(EngineError):
-                    await self.http.post("/abort_request", {"rid": request.request_id})
-            self._count(-1)
 
-    async def _answers(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
+        async def abort() -> None:
+            await self.abort(request.request_id)
+
+        with self._in_flight.one():
+            answers = self.answers(completion_body(request))
+            async with contextlib.aclosing(read_chunks(answers, abort)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def answers(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
+        """Yield the answer to ``/generate``, or the events of its stream."""
         if not body["stream"]:
             yield await self.http.post("/generate", body)
             return
@@ -140,40 +139,29 @@ class SglangServer:
             async for event in events:
                 yield event
 
+    async def abort(self, request_id: str) -> None:
+        """End a request if it is still there."""
+        with contextlib.suppress(EngineError):
+            await self.http.post("/abort_request", {"rid": request_id})
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p(token[i] | token[:i]) [nats] for i >= 1, preceded by 0.0."""
-        self._count(1)
-        try:
-            answer = await self.http.post(
-                "/generate",
-                {
-                    "input_ids": list(token_ids),
-                    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-                    "return_logprob": True,
-                    "logprob_start_len": 0,
-                },
-            )
-        finally:
-            self._count(-1)
-        with boundary(EngineError, "SGLang's scores cannot be read"):
-            scored = answer["meta_info"]["input_token_logprobs"]
-            ids = [entry[1] for entry in scored]
-        if ids != list(token_ids):
-            raise EngineError(f"SGLang scored {ids}, asked was {list(token_ids)}")
-        return [0.0, *(finite(entry[0]) for entry in scored[1:])]
+        with self._in_flight.one():
+            answer = await self.http.post("/generate", score_body(token_ids))
+        return read_scores(token_ids, answer)
 
     async def update(self, path: str, *, policy_version: int) -> None:
         """Put a weight file in use; see `longarc.engine.served.EngineServer`."""
         if self._on_update == "finish":
-            await self._is_idle.wait()
-            await self._send(path, policy_version, flush_cache=True)
+            await self._in_flight.none_left()
+            await self.send(path, policy_version, flush_cache=True)
             return
         keeps_cache = self._on_update == "continue"
         await self.http.post(
             "/pause_generation", {"mode": "in_place" if keeps_cache else "retract"}
         )
         try:
-            await self._send(path, policy_version, flush_cache=not keeps_cache)
+            await self.send(path, policy_version, flush_cache=not keeps_cache)
         finally:
             try:
                 await self.http.post("/continue_generation", {})
@@ -182,8 +170,12 @@ class SglangServer:
                     f"SGLang did not go on after the update to weights {policy_version}: {error}"
                 ) from error
 
-    async def _send(self, path: str, policy_version: int, *, flush_cache: bool) -> None:
-        """Nothing promises that what failed half-way left the old weights, so a failure is the end of a server."""
+    async def send(self, path: str, policy_version: int, *, flush_cache: bool) -> None:
+        """Hand a weight file over.
+
+        Raises:
+            BrokenServerError: it failed. Nothing promises that what failed half-way left the old weights.
+        """
         try:
             answer = await self._transport.send(
                 path, policy_version=policy_version, flush_cache=flush_cache
@@ -201,12 +193,59 @@ class SglangServer:
         """Return its counters."""
         return ServerCounts(**prometheus(await self.http.text("/metrics"), _COUNTERS))
 
-    def _count(self, change: int) -> None:
-        self._num_running += change
-        if self._num_running:
-            self._is_idle.clear()
-        else:
-            self._is_idle.set()
+
+def completion_body(request: ServerRequest) -> dict[str, Any]:
+    """Return the JSON that asks for a completion."""
+    return {
+        "input_ids": list(request.prompt_ids),
+        "rid": request.request_id,
+        "extra_key": request.cache_salt,
+        "sampling_params": _sampling_params(request.sampling, request.seed),
+        "return_logprob": True,
+        "stream": bool(request.sampling.stream_interval_tokens),
+    }
+
+
+def score_body(token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the JSON that asks for the log-probabilities of a prompt."""
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+async def read_chunks(
+    answers: AsyncGenerator[Mapping[str, Any]], abort: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Chunk]:
+    """Yield what is new in each answer; ``abort`` what is left before its end."""
+    is_over = False
+    try:
+        async with contextlib.aclosing(answers):
+            num_seen = 0
+            async for answer in answers:
+                chunk, num_seen = _chunk(answer, num_seen)
+                is_over = chunk.ending is not None
+                yield chunk
+    finally:
+        if not is_over:
+            # The server notices a closed connection only when it next writes to it.
+            await abort()
+
+
+def read_scores(token_ids: Sequence[int], answer: Mapping[str, Any]) -> list[float]:
+    """Return log p(token[i] | token[:i]) [nats] for i >= 1, preceded by 0.0, from an answer to `score_body`.
+
+    Raises:
+        EngineError: the answer is of other tokens, or cannot be read.
+    """
+    with boundary(EngineError, "SGLang's scores cannot be read"):
+        scored = answer["meta_info"]["input_token_logprobs"]
+        ids = [entry[1] for entry in scored]
+    if ids != list(token_ids):
+        raise EngineError(f"SGLang scored {ids}, asked was {list(token_ids)}")
+    return [0.0, *(finite(entry[0]) for entry in scored[1:])]
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:

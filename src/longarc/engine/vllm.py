@@ -16,7 +16,7 @@ sampled from. What runs where: docs/guides/engine-servers.md.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from longarc.config.engine_clients import LEAST_VLLM_TEMPERATURE
@@ -66,18 +66,27 @@ class VllmServer:
             return False
         return True
 
-    async def check(self) -> None:
+    async def check(self, *, transfers_cache: bool = False) -> None:
         """Refuse a server that was started in a way LongArc cannot use.
+
+        Args:
+            transfers_cache: whether it has to hand its cache over, or take that of another server.
 
         Raises:
             ConfigError: an argument is missing or has another value.
         """
         info = await self.http.get("/server_info?config_format=json")
-        model = info["vllm_config"]["model_config"]
-        mode = model["logprobs_mode"]
+        config = info["vllm_config"]
+        if transfers_cache and not config.get("kv_transfer_config"):
+            raise ConfigError(
+                f"the vLLM server at {self.http.where} has no KV connector, and would compute prompts itself: start "
+                f'it with --kv-transfer-config \'{{"kv_connector":"NixlConnector","kv_role":"kv_both"}}\', or leave '
+                f"engine.prefill_url out"
+            )
+        mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise ConfigError(
-                f"the vLLM server has --logprobs-mode {mode}: its log-probabilities are not of the distribution "
+                f"the vLLM server at {self.http.where} has --logprobs-mode {mode}: its log-probabilities are not of the distribution "
                 f"it samples from. Start it with --logprobs-mode processed_logprobs"
             )
 
@@ -106,17 +115,20 @@ class VllmServer:
 
     async def chunks(self, request: ServerRequest) -> AsyncGenerator[Chunk]:
         """Sample one completion: as one chunk, or one a token where pieces of it are wanted early."""
-        body: dict[str, Any] = {
-            "token_ids": list(request.prompt_ids),
-            "request_id": request.request_id,
-            "cache_salt": request.cache_salt,
-            "sampling_params": _sampling_params(request.sampling, request.seed),
-        }
-        if not request.sampling.stream_interval_tokens:
+        is_streamed = bool(request.sampling.stream_interval_tokens)
+        async with contextlib.aclosing(
+            self.sample(completion_body(request), is_streamed=is_streamed)
+        ) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def sample(self, body: Mapping[str, Any], *, is_streamed: bool) -> AsyncGenerator[Chunk]:
+        """Sample what a body of `completion_body` asks for."""
+        if not is_streamed:
             answer = await self.http.post("/inference/v1/generate", body)
             yield _chunk(answer["choices"][0], answer.get("usage"))
             return
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         held: dict[str, Any] | None = None
         async with contextlib.aclosing(self.http.events("/inference/v1/generate", body)) as events:
             async for event in events:
@@ -150,20 +162,27 @@ class VllmServer:
 
     async def update(self, path: str, *, policy_version: int) -> None:
         """Put a weight file in use between two steps; see `longarc.engine.served.EngineServer`."""
-        await self.http.post("/pause", query={"mode": _PAUSE_MODES[self._on_update]})
-        try:
-            await self._load(path, policy_version)
-            with _or_broken(policy_version):
+        async with self.paused(policy_version):
+            await self.load(path, policy_version)
+            with or_broken(policy_version):
                 if self._on_update == "recompute":
                     await self.http.post(
                         "/reset_prefix_cache", query={"reset_running_requests": "true"}
                     )
                 await self.label(policy_version)
+
+    @contextlib.asynccontextmanager
+    async def paused(self, policy_version: int) -> AsyncIterator[None]:
+        """Stop between two steps, and go on when the block ends, for an update to ``policy_version``."""
+        await self.http.post("/pause", query={"mode": _PAUSE_MODES[self._on_update]})
+        try:
+            yield
         finally:
-            with _or_broken(policy_version):
+            with or_broken(policy_version):
                 await self.http.post("/resume")
 
-    async def _load(self, path: str, policy_version: int) -> None:
+    async def load(self, path: str, policy_version: int) -> None:
+        """Load a weight file while the server is paused; see `longarc.engine.served.EngineServer.update`."""
         try:
             answer = await self.http.post(
                 "/collective_rpc", {"method": "longarc_load_weights", "args": [path]}
@@ -188,7 +207,7 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def _or_broken(policy_version: int) -> Iterator[None]:
+def or_broken(policy_version: int) -> Iterator[None]:
     """What fails here fails while the server is stopped, with weights that it does not call by their version."""
     try:
         yield
@@ -196,6 +215,16 @@ def _or_broken(policy_version: int) -> Iterator[None]:
         raise BrokenServerError(
             f"vLLM did not go on with weights {policy_version}: {error}"
         ) from error
+
+
+def completion_body(request: ServerRequest) -> dict[str, Any]:
+    """Return the JSON that asks for a completion."""
+    return {
+        "token_ids": list(request.prompt_ids),
+        "request_id": request.request_id,
+        "cache_salt": request.cache_salt,
+        "sampling_params": _sampling_params(request.sampling, request.seed),
+    }
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
@@ -243,12 +272,17 @@ def _ending(reason: str, choice: Mapping[str, Any], usage: Mapping[str, Any] | N
     details = (usage or {}).get("prompt_tokens_details") or {}
     return Ending(
         finish_reason=_FINISH_REASONS[reason],
-        spans=[_span(span) for span in choice["weight_versions"] or ()],
+        spans=[version_span(span) for span in choice["weight_versions"] or ()],
         num_cached_tokens=details.get("cached_tokens") or 0,
     )
 
 
-def _span(span: Mapping[str, Any]) -> VersionSpan:
+def version_span(span: Mapping[str, Any]) -> VersionSpan:
+    """Read one entry of ``weight_versions``.
+
+    Raises:
+        EngineError: it names weights that LongArc did not put there.
+    """
     if not str(span["version"]).isdecimal():
         raise EngineError(
             f"vLLM sampled with weights of version {span['version']!r}, which LongArc did not put there; "

@@ -19,7 +19,7 @@ def servers_to_ask(recipe: Recipe, *, finished: Collection[str] = ()) -> tuple[s
     """Return the addresses of running servers that stages still to come sample from.
 
     Args:
-        recipe: names them in ``engine.servers`` or ``engine.url``.
+        recipe: names them in ``engine.servers``, or ``engine.url`` and ``engine.prefill_url``.
         finished: stages that are done.
     """
     engine = recipe.engine
@@ -27,7 +27,7 @@ def servers_to_ask(recipe: Recipe, *, finished: Collection[str] = ()) -> tuple[s
         addresses: tuple[str, ...] = servers_of(engine)
         sampling: tuple[type, ...] = (RlConfig, DistillConfig)
     else:
-        addresses = () if engine.url is None else (engine.url,)
+        addresses = tuple(url for url in (engine.prefill_url, engine.url) if url is not None)
         sampling = (RlConfig, DistillConfig, EvalConfig)
     to_come = (stage for name, stage in recipe.stages.items() if name not in finished)
     return addresses if any(isinstance(stage, sampling) for stage in to_come) else ()
@@ -70,7 +70,7 @@ async def check_servers(
     if wrong is not None:
         raise wrong
     if lacks:
-        setting = "engine.servers" if is_ours else "engine.url"
+        setting = "engine.servers" if is_ours else "engine.url, engine.prefill_url"
         start = "longarc serve --engine-only" if is_ours else str(recipe.engine.kind)
         raise EngineLostError(
             f"{'; '.join(map(str, lacks))}. Stages of this recipe sample there ({setting}): start it with {start}, "

@@ -66,6 +66,30 @@ def test_a_key_of_another_kind_is_said_to_be_one(override, said):
         ({"kind": "sglang", "python": "p", "group_address": "a:1"}, "only used by"),
         ({"kind": "sglang", "python": "p", "device": "cuda:1"}, "is not used by"),
         ({"kind": "vllm", "url": "a:1"}, "https"),
+        ({"kind": "vllm", "python": "p", "prefill_url": "http://p"}, "starts no pair of servers"),
+        ({"kind": "sglang", "prefill_url": "http://p"}, "set python to start a server, or url"),
+        ({"kind": "vllm", "url": "http://a", "prefill_url": "http://a/"}, "are both 'http://a'"),
+        ({"kind": "vllm", "url": "http://a", "prefill_url": "a:1"}, "https"),
+        (
+            {
+                "kind": "vllm",
+                "url": "http://a",
+                "prefill_url": "http://p",
+                "on_update": "recompute",
+            },
+            'use "continue" or "finish"',
+        ),
+        ({"kind": "sglang", "url": "http://a", "prefill_url": "http://p"}, 'use "finish"'),
+        (
+            {
+                "kind": "sglang",
+                "url": "http://a",
+                "prefill_url": "http://p",
+                "on_update": "finish",
+                "update_from": "tensor",
+            },
+            'with prefill_url use "disk"',
+        ),
         ({"kind": "llama.cpp"}, "'embedded', 'vllm', 'sglang'"),
     ],
 )

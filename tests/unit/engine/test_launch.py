@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fake_engine_servers import FakeServer, FakeSglang, FakeVllm
+from fake_server_pairs import sglang_parts, vllm_parts
 from longarc.config.engine_clients import SglangConfig, VllmConfig
 from longarc.engine.launch import open_sglang, open_vllm
 from longarc.engine.served import ServedLimits
@@ -62,6 +63,34 @@ async def test_a_server_that_runs_already_is_checked_labelled_and_used(
     assert [piece.token_ids for piece in pieces] == [(7, 8), (9,)]
     assert {piece.policy_version for piece in pieces} == {6}
     assert fake.version == "6"
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "config", "open_server"),
+    [
+        (vllm_parts(), "vllm", VllmConfig, open_vllm),
+        (sglang_parts(host="127.0.0.1"), "sglang", SglangConfig, open_sglang),
+    ],
+)
+async def test_two_servers_that_run_already_are_checked_labelled_and_used_together(
+    parts, kind, config, open_server, tmp_path
+):
+    prefill, decode = parts
+    async with served(prefill) as prefill_url, served(decode) as url:
+        opened = open_server(
+            config(kind=kind, url=url, prefill_url=prefill_url, on_update="finish"),
+            LIMITS,
+            model_directory=tmp_path,
+            log=tmp_path / "log",
+            policy_version=6,
+        )
+        async with opened as engine:
+            pieces = [
+                piece
+                async for piece in engine.stream([5, 6], Sampling(max_new_tokens=3), session_id="s")
+            ]
+    assert [(piece.token_ids, piece.policy_version) for piece in pieces] == [((7, 8, 9), 6)]
+    assert (prefill.version, decode.version) == ("6", "6")
 
 
 async def test_a_server_whose_log_probabilities_mean_something_else_is_not_used(tmp_path):

@@ -87,6 +87,8 @@ def test_nobody_is_asked_whom_no_stage_to_come_needs():
     trained = [name for name, stage in ours.stages.items() if stage.kind != "eval"]
     assert servers_to_ask(ours, finished=trained) == ()
     assert servers_to_ask(theirs, finished=trained) == ("http://a:1",)  # which evaluates there
+    pair = recipe("engine={kind='vllm',url='http://a:1',prefill_url='http://p:1'}")
+    assert servers_to_ask(pair) == ("http://p:1", "http://a:1")
 
 
 def test_no_run_begins_without_its_servers_unless_they_come_later(tmp_path, monkeypatch, capsys):
