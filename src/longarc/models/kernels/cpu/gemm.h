@@ -67,7 +67,7 @@ inline void tile(const Number* x, int64_t x_stride, const Number* panel, const N
         decltype(load(panel)) w[VECS];
         if (FETCH) __builtin_prefetch(ahead + k * LANES);
 #pragma GCC unroll 2
-        for (int v = 0; v < VECS; v++) w[v] = load(panel + k * PANEL + v * LANES);
+        for (int v = 0; v < VECS; v++) w[v] = held(load(panel + k * PANEL + v * LANES));
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             const auto a = splat(ACROSS ? x[k * x_stride + r] : x[r * x_stride + k]);
@@ -137,7 +137,7 @@ inline void wide_tile(const Number* x, int64_t x_stride, const Number* panels, i
         for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECS; v++) {
-                const auto w = load(panels + (p * num_in + k) * PANEL + v * LANES);
+                const auto w = held(load(panels + (p * num_in + k) * PANEL + v * LANES));
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) sums[r][p][v] = multiply_add(a[r], w, sums[r][p][v]);
             }

@@ -25,7 +25,7 @@ inline void add_head_scores(const float* q, const float* weights, int64_t dim, c
     for (int64_t d = 0; d < dim; d++) {
         Vec key[BLOCKS];
 #pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) key[b] = load(blocked + (b * dim + d) * LANES);
+        for (int b = 0; b < BLOCKS; b++) key[b] = held(load(blocked + (b * dim + d) * LANES));
 #pragma GCC unroll 4
         for (int h = 0; h < 4; h++) {
             const Vec x = splat(q[h * dim + d]);
