@@ -137,18 +137,18 @@ class Speculation(Decoding):
         seats = [request.used_seat() for request in requests]
         samplings = [request.sampling for request in requests]
         found = weights.cache.rounds(
-            torch.tensor([request.last_token for request in requests]),
+            [request.last_token for request in requests],
             [seat.index for seat in seats],
             [seat.length for seat in seats],
             RoundDraws(
                 max_rounds=max_rounds,
                 num_drafts=self._num_drafts,
                 least_probability=self._least,
-                temperatures=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
-                seeds=torch.tensor([request.seed for request in requests]),
-                num_drawn=torch.tensor([request.draw_position for request in requests]),
-                budgets=torch.tensor([request.num_left for request in requests]),
-                due=torch.tensor([request.num_until_handover for request in requests]),
+                temperatures=[s.temperature for s in samplings],
+                seeds=[request.seed for request in requests],
+                num_drawn=[request.draw_position for request in requests],
+                budgets=[request.num_left for request in requests],
+                due=[request.num_until_handover for request in requests],
                 stop_ids=[s.stop_ids for s in samplings],
             ),
             interrupt,

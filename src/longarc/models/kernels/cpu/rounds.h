@@ -308,6 +308,8 @@ class RoundsPass {
             chains_[r] = {start.positions[r], start.tokens[r]};
             rounds.counts[r] = 0;
         }
+        std::fill(rounds.drafted, rounds.drafted + rounds.num_drafts, 0);
+        std::fill(rounds.accepted, rounds.accepted + rounds.num_drafts, 0);
     }
 
     // Makes rounds until one in which a row came to its end or a piece of it is due, or someone else wants a turn.
