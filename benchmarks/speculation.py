@@ -2,18 +2,20 @@
 
 The second part of ``drafts.py``. Tasks of the run's own families that nobody has seen are answered at temperature 1, with
 the chat format's stop ids. Engines with drafts and without take turns, with one compute thread and with two, and the gain
-is that of the faster one over the faster one: few rows leave a second thread idle, more rows do not. The prompts are in the
-cache by then, as those of a group or a later turn are. The gain of decoding leaves out what comes before a task's second
-token, measured by itself; that of the whole has it in.
+is that of the faster one over the faster one: few rows leave a second thread idle, more rows do not. It is that of the whole
+engine by the clock; the prompts are in its cache by then, as those of a group or a later turn are, because drafts gain
+nothing in a prefill. The gain of decoding alone, which leaves out what comes before a task's second token, is there to be
+read. A turn in which others had the cores is made again, whatever it would have said.
 """
 
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from common import Table
+from common import Table, processor_s_of_others
 
 from longarc.config.engine import EngineConfig
 from longarc.engine.embedded import EmbeddedEngine
@@ -30,6 +32,12 @@ LEAST_GAIN = 1.3
 MAX_NEW, MAX_CONTEXT, CACHE = 64, 4096, 131_072
 BATCHES = (1, 2, 4)
 THREADS = (1, 2)
+PASSES = 3
+"""As often all tasks are answered in a turn, each time with other seeds."""
+MOST_OTHERS = 0.1
+"""Share of a core that others may have had in a turn that counts."""
+MOST_DISCARDED = 200
+"""Turns that are made again at most; behind them all count."""
 DEEP = 12
 """Layers of the variant whose gain has a bar."""
 
@@ -61,15 +69,24 @@ class Answers:
 
     health: EngineHealth
     whole_s: float
-    """Time for all of it [seconds]."""
+    """Time for all answers [seconds]."""
     first_s: float
-    """Time for the same with one new token each: what is asked, planned and computed before decoding [seconds]."""
+    """Time for as many of one token: what is asked, planned and computed before decoding [seconds]."""
+    num_answers: int
     num_tokens: int
-    """Tokens that were sampled in ``whole_s``."""
+    """Tokens of all answers."""
+    others: float
+    """Processor time of others over wall-clock time."""
 
-    def decode_speed(self, num_tasks: int) -> float:
-        """Return how many tokens behind each task's first one were decoded in a second."""
-        return (self.num_tokens - num_tasks) / (self.whole_s - self.first_s)
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.whole_s
+
+    @property
+    def decoding_speed(self) -> float:
+        """Tokens behind the first of each answer, per second of decoding."""
+        return (self.num_tokens - self.num_answers) / (self.whole_s - self.first_s)
 
 
 async def answers(
@@ -82,7 +99,7 @@ async def answers(
     num_threads: int = 1,
     ends_early: bool = True,
 ) -> Answers:
-    """Answer every task, ``batch`` at a time.
+    """Answer every task ``PASSES`` times, ``batch`` at a time, other seeds each time.
 
     Chains end early as by default, or not at all.
     """
@@ -101,24 +118,32 @@ async def answers(
 
         async def answer(max_new: int) -> None:
             while waiting:
-                index, prompt = waiting.pop()
-                sampling = Sampling(max_new_tokens=max_new, stop_ids=tasks.stop_ids, seed=index)
-                async for _ in engine.stream(prompt, sampling, session_id=str(index)):
+                seed, prompt = waiting.pop()
+                sampling = Sampling(max_new_tokens=max_new, stop_ids=tasks.stop_ids, seed=seed)
+                async for _ in engine.stream(prompt, sampling, session_id=str(seed)):
                     pass
 
-        seconds: list[float] = []
-        counts: list[int] = []
-        for max_new in (1, 1, 1, 1, MAX_NEW):  # the first fills the cache
-            waiting += enumerate(tasks.prompts)
+        async def passes(max_new: int, count: int) -> tuple[float, int]:
+            before = (await engine.health()).num_sampled_tokens
             started = time.perf_counter()
-            await asyncio.gather(*(answer(max_new) for _ in range(batch)))
-            seconds.append(time.perf_counter() - started)
-            counts.append((await engine.health()).num_sampled_tokens)
+            for number in range(count):
+                waiting.extend(enumerate(tasks.prompts, start=number * len(tasks.prompts)))
+                await asyncio.gather(*(answer(max_new) for _ in range(batch)))
+            seconds = time.perf_counter() - started
+            return seconds, (await engine.health()).num_sampled_tokens - before
+
+        await passes(1, 1)  # fills the cache
+        started, before_s = time.perf_counter(), processor_s_of_others()
+        first_s, _ = await passes(1, PASSES)
+        whole_s, num_tokens = await passes(MAX_NEW, PASSES)
+        others_s = processor_s_of_others() - before_s
         return Answers(
             health=await engine.health(),
-            whole_s=seconds[-1],
-            first_s=statistics.median(seconds[1:-1]),
-            num_tokens=counts[-1] - counts[-2],
+            whole_s=whole_s,
+            first_s=first_s,
+            num_answers=PASSES * len(tasks.prompts),
+            num_tokens=num_tokens,
+            others=others_s / (time.perf_counter() - started),
         )
 
 
@@ -130,25 +155,37 @@ class Speeds:
     decoding: list[float] = field(default_factory=list)
 
 
+def undisturbed(turn: Callable[[], Answers], discarded: list[float]) -> Answers:
+    """Return the first of its turns in which others left the cores alone; what others had in the rest is noted."""
+    while True:
+        done = turn()
+        if done.others <= MOST_OTHERS or len(discarded) == MOST_DISCARDED:
+            return done
+        discarded.append(done.others)
+
+
 def speeds(
     model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, batch: int, repeats: int
 ) -> dict[tuple[int, int], Speeds]:
     """Measure engines by number of drafts and threads, in turns."""
+
+    def turn(num_drafts: int, num_threads: int) -> Answers:
+        asked = {"num_drafts": num_drafts, "batch": batch, "num_threads": num_threads}
+        return asyncio.run(answers(model, attention, tasks, **asked))
+
     found = {(drafts, threads): Speeds() for drafts in (NUM_DRAFTS, 0) for threads in THREADS}
+    discarded: list[float] = []
     for _ in range(repeats):
         for (num_drafts, num_threads), own in found.items():
-            done = asyncio.run(
-                answers(
-                    model,
-                    attention,
-                    tasks,
-                    num_drafts=num_drafts,
-                    batch=batch,
-                    num_threads=num_threads,
-                )
-            )
-            own.whole.append(done.num_tokens / done.whole_s)
-            own.decoding.append(done.decode_speed(len(tasks.prompts)))
+            done = undisturbed(partial(turn, num_drafts, num_threads), discarded)
+            own.whole.append(done.speed)
+            own.decoding.append(done.decoding_speed)
+    if discarded:
+        ending = ", and then no more" if len(discarded) == MOST_DISCARDED else ""
+        print(
+            f"batch {batch}: others had {min(discarded):.2f} to {max(discarded):.2f} of a core in {len(discarded)} "
+            f"turns, which were made again{ending}"
+        )
     return found
 
 
@@ -195,12 +232,12 @@ def add_length_rows(table: Table, model: GlmMoeDsa, attention: Attention, tasks:
 def add_speed_rows(
     table: Table, model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, repeats: int
 ) -> None:
-    """Print the gain at each batch size; there is a bar for decoding with the deep model alone."""
+    """Print the gain at each batch size; there is a bar for the whole engine with the deep model."""
     num_layers = model.config.num_hidden_layers
     for batch in BATCHES:
         found = speeds(model, attention, tasks, batch=batch, repeats=repeats)
-        for kind in ("decoding", "whole"):
-            has_bar = kind == "decoding" and num_layers >= DEEP
+        for kind in ("whole", "decoding"):
+            has_bar = kind == "whole" and num_layers >= DEEP
             of_kind = {key: getattr(own, kind) for key, own in found.items()}
             best = {
                 drafts: max(
