@@ -70,10 +70,13 @@ def server(source: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
 def address_of(process: "subprocess.Popen[str]") -> str:
     """Wait until a server is up."""
     assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"address=(\S+)", line)
-    assert found, line + process.stdout.read()
-    return found[1]
+    said = ""
+    while line := process.stdout.readline():
+        found = re.search(r"address=(\S+)", line)
+        if found:
+            return found[1]
+        said += line  # a warning, that kernels were not built say
+    raise AssertionError(said)
 
 
 @pytest.fixture(scope="module")

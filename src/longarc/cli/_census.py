@@ -68,9 +68,14 @@ def _weights(census: "Census") -> Iterator[str]:
 
 def _cache(anatomy: "Anatomy", context_length: int) -> Iterator[str]:
     kinds = dict(anatomy.cache)
+    main = sum(kinds.values())
     if anatomy.num_mtp_layers:
+        kinds["all, without drafts"] = main
         kinds["MTP"] = anatomy.mtp_cache
-    kinds["all"] = sum(kinds.values())
+        kinds["states to draft from"] = anatomy.draft_states
+        kinds["all, with drafts"] = main + anatomy.mtp_cache + anatomy.draft_states
+    else:
+        kinds["all"] = main
     header = ["cache", "values a token", "fp32 a token", "bf16 a token"]
     header.append(f"bf16, {context_length:,} tokens")
     yield from _table(

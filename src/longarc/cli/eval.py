@@ -80,9 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         except Interrupted:
             progress.say("stopped; give the same command again to go on")
             return ExitCode.INTERRUPTED
-    write_report(arguments.run_dir)
+    # Before the report, for which there may be no room.
     for line in matrix_lines(orjson.loads(path.read_bytes())["cells"]):
         print(line)
+    write_report(arguments.run_dir)
     return ExitCode.OK
 
 

@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             _stop_printing()
         lack = ResourceError(
-            f"cannot write {error.filename or 'the output'}: {error.strerror}; free some space or give another place"
+            f"cannot write {error.filename or 'the output or a file'}: {error.strerror}; free some space or give "
+            f"another place"
         )
         return _fail(lack, is_verbose=arguments.verbose)
 

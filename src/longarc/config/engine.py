@@ -11,7 +11,11 @@ from longarc.config.settings import Settings
 from longarc.errors import ConfigError
 
 WeightQuantisation: TypeAlias = Literal["none", "fp8"]
+CacheQuantisation: TypeAlias = Literal["none", "fp8"]
 
+ENGINE_KEY = "LONGARC_ENGINE_KEY"
+"""Environment variable with the key of the engine servers; they and who uses them need the same."""
+_MOST_PORT = 65_535
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
@@ -47,6 +51,10 @@ class EngineConfig(Settings):
     feed-forwards. It simulates rollouts of an FP8 server: numbers are rounded, nothing becomes faster or smaller, and the
     trainer's own weights are not touched, so their difference is in the run's ``mismatch`` figures. Evaluations and
     ``longarc serve`` sample with it too."""
+    cache_quantisation: CacheQuantisation = "none"
+    """``fp8``: what is written to the cache is rounded to e4m3 first: keys and values with a scale for each head of a
+    token, latents and indexer keys with one for each 128 numbers; a latent's rotated part stays. Simulated as
+    ``weight_quantisation`` is, with which it can be together: memory and speed stay what they were."""
 
     servers: tuple[str, ...] = ()
     """Addresses (``http://host:port``) of servers that ``longarc serve --engine-only`` runs. RL and
@@ -64,6 +72,9 @@ class EngineConfig(Settings):
                     f"{address!r} is not the address of an engine server; write http://host:port, without "
                     f"a path"
                 )
+            port = address.rpartition(":")[2]
+            if port.isdecimal() and int(port) > _MOST_PORT:
+                raise ValueError(f"{address!r}: there is no port {port}, the last is {_MOST_PORT}")
             if servers.count(address) > 1:
                 raise ValueError(f"{address!r} stands there twice; name each server once")
         return servers

@@ -14,23 +14,24 @@ worker thread, so the event loop stays free and no lock is needed. Weights are s
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from longarc.config.engine import EngineConfig
 from longarc.engine.computing import StepComputer, StepSettings
 from longarc.engine.request import Request, check_scoring, checked_prompt
-from longarc.engine.sampler import seed_of_request
 from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
+from longarc.engine.seeds import seed_of_request
 from longarc.engine.speculation import cache_for, decoding_for
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.weights import EngineWeights, WeightStore, WeightUpdate
@@ -48,9 +49,11 @@ from longarc.models.fp8 import round_to_fp8
 from longarc.models.kernels.steps import Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
+from longarc.models.routed_rows import RoutingShape
 from longarc.models.threads import set_compute_threads
 from longarc.records.sampling import (
     EngineHealth,
+    RoutingReplay,
     SampledTokens,
     Sampling,
     WeightSource,
@@ -82,6 +85,7 @@ class EmbeddedEngine:
         attention: Literal["dense", "sparse"] = "sparse",
         seed: int = 0,
         token_bytes: TokenBytes | None = None,
+        records_routing: RoutingReplay = "none",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take over ``model``.
@@ -94,12 +98,14 @@ class EmbeddedEngine:
             attention: how the model was trained to attend.
             seed: of the completions that bring none.
             token_bytes: of the tokenizer; without it stop strings are refused.
+            records_routing: what of the routing of every token is kept beside its rows, for requests that ask.
             clock: monotonic [seconds].
 
         Raises:
-            ConfigError: the cache is too small for one sequence of the longest context, or drafts are asked for that
-                the model cannot make.
+            ConfigError: the cache is too small for one sequence of the longest context, drafts are asked for that
+                the model cannot make, or routing is to be recorded that it does not have.
         """
+        routing = RoutingShape.of(model.config, records_routing, attention=attention)
         self._token_bytes = token_bytes
         model.eval().requires_grad_(False)
         alter = round_to_fp8 if config.weight_quantisation == "fp8" else None
@@ -113,6 +119,9 @@ class EmbeddedEngine:
         self._seed = seed
         self._clock = clock
         cache = cache_for(model, config, max_context_tokens=max_context_tokens)
+        if routing is not None:
+            cache.keep_routing(routing)
+        self._records_routing = routing is not None
         self._decoding = decoding_for(config, attention=attention)
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=self._set_threads
@@ -142,6 +151,8 @@ class EmbeddedEngine:
             deliver=self._deliver,
         )
         self._driver: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where pieces are waited for."""
         self._failure: EngineError | None = None
         self._has_failed = asyncio.Event()
         self._num_requests = 0
@@ -152,6 +163,7 @@ class EmbeddedEngine:
         set_compute_threads(self._config.num_threads)
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._driver = asyncio.create_task(self._drive(), name="engine")
         return self
 
@@ -173,13 +185,20 @@ class EmbeddedEngine:
             self._driver = None
         # The step that is being computed ends first: what it works on is about to go.
         self._interrupt.set()
-        # Weights and cache go now and not when the garbage collector comes by: they can be gigabytes, and another
-        # engine may follow.
-        self._weights.close()
+        try:
+            await _to_the_end(asyncio.to_thread(self._stop_threads))
+        finally:
+            self._fail_all(self._failure)
+            # Weights and cache go now and not when the garbage collector comes by: they can be gigabytes, and another
+            # engine may follow.
+            self._weights.close()
+            with contextlib.suppress(AttributeError):  # closed before
+                self._scheduler.seats.close()
+
+    def _stop_threads(self) -> None:
+        """Wait for the weights that are being loaded, then for the step that is being computed."""
+        self._weights.stop()
         self._pool.shutdown(wait=True)
-        self._fail_all(self._failure)
-        with contextlib.suppress(AttributeError):  # closed before
-            self._scheduler.seats.close()
 
     @property
     def failure(self) -> EngineError | None:
@@ -210,7 +229,13 @@ class EmbeddedEngine:
             self._notify()
 
     async def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token."""
+        """Return log p(token[i] | token[:i]) [nats]; 0.0 for the first token.
+
+        Raises:
+            EngineRequestError: the tokens or the temperature are none that can be scored.
+            EngineFaultError: a log-probability is not finite, or cannot be computed.
+            EngineLostError: the engine failed or was closed.
+        """
         if self._failure is not None:
             raise self._failure
         check_scoring(
@@ -223,9 +248,17 @@ class EmbeddedEngine:
         self._interrupt.set()
         # The model in use now, however many updates come before its turn.
         model = self._weights.current.model
-        return await loop.run_in_executor(
-            self._pool, self._score, model, list(token_ids), temperature
-        )
+        with _computing(f"scoring {len(token_ids)} tokens"):
+            logprobs = await loop.run_in_executor(
+                self._pool, self._score, model, list(token_ids), temperature
+            )
+        unsound = next((i for i, value in enumerate(logprobs) if not math.isfinite(value)), None)
+        if unsound is not None:
+            raise EngineFaultError(
+                f"the log-probability of token {unsound} of the {len(token_ids)} to score is {logprobs[unsound]}: the "
+                f"model makes numbers that are not finite of them; publish weights that are sound"
+            )
+        return logprobs
 
     async def update_weights(self, source: WeightSource, *, policy_version: int) -> None:
         """Read weights while decoding goes on, and swap them between two decode steps.
@@ -285,6 +318,11 @@ class EmbeddedEngine:
                 f"stop_strings={list(sampling.stop_strings)} need the text of tokens, which this engine was not "
                 f"given; send stop_ids, or open the engine with token_bytes"
             )
+        if sampling.returns_routing_from is not None and not self._records_routing:
+            raise EngineRequestError(
+                f"returns_routing_from={sampling.returns_routing_from}: this engine does not record what tokens are "
+                f"routed to; open it with records_routing, or leave this out"
+            )
         prompt = checked_prompt(
             prompt_ids,
             sampling,
@@ -336,13 +374,8 @@ class EmbeddedEngine:
 
     async def _computed(self, loop: asyncio.AbstractEventLoop) -> None:
         """Compute a step. One of its requests may be what cannot be computed, and would fail anywhere."""
-        try:
-            with boundary(EngineFaultError, "the engine failed"):
-                await loop.run_in_executor(self._pool, self._step, self._weights.current)
-        except EngineFaultError as error:
-            if isinstance(error.__cause__, MemoryError | OSError):  # it is the machine
-                raise EngineLostError(str(error)) from error.__cause__
-            raise
+        with _computing("the engine failed"):
+            await loop.run_in_executor(self._pool, self._step, self._weights.current)
 
     async def _one_step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._interrupt.clear()
@@ -437,6 +470,30 @@ class EmbeddedEngine:
 
     def _call_soon(self, work: Callable[..., object], *args: object) -> None:
         """Let the event loop do something; called from any thread."""
-        loop = self._driver.get_loop() if self._driver is not None else None
-        if loop is not None:
-            loop.call_soon_threadsafe(work, *args)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(work, *args)
+
+
+@contextlib.contextmanager
+def _computing(doing: str) -> Iterator[None]:
+    """Turn what a computation raises into a fault of what was computed, or of the machine where that lacks something."""
+    try:
+        with boundary(EngineFaultError, doing):
+            yield
+    except EngineFaultError as error:
+        if isinstance(error.__cause__, MemoryError | OSError):
+            raise EngineLostError(str(error)) from error.__cause__
+        raise
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until ``work`` is done even where the caller is cancelled meanwhile, who is told so afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -71,7 +71,7 @@ class DoorCounters:
     """What the HTTP door itself counts."""
 
     num_open: int = 0
-    """Streams being answered."""
+    """Streams, scores and weight updates being answered."""
     num_ended: dict[str, int] = dataclasses.field(default_factory=dict)
     """Streams that ended, by how: a finish reason, ``disconnected`` or the name of an error."""
     is_draining: bool = False
@@ -105,7 +105,7 @@ def exposition(healths: Sequence[EngineHealth], door: DoorCounters) -> str:
     lines += _family(
         "longarc_server_open_streams",
         "gauge",
-        "Streams being answered.",
+        "Streams, scores and weight updates being answered.",
         {"": float(door.num_open)},
     )
     lines += _family(

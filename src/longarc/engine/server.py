@@ -62,6 +62,8 @@ from longarc.records.ports import Engine
 _HUNG_UP = 499
 _UNAUTHORISED = 401
 _MAX_RANK_DIGITS = 9
+_LAST_WORDS_S = 5.0
+"""What cut-off clients have to read why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,10 @@ class EngineDoor:
             async with asyncio.timeout(within_s):
                 await self._is_idle.wait()
         self._lifeline.cut(f"the server stopped after it had drained for {within_s:g} s")
-        await self._is_idle.wait()
+        # A client that does not read holds its answer up; it is cut off with the server.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._is_idle.wait()
 
     # Routes ----------------------------------------------------------------------------------
 
@@ -247,13 +252,15 @@ class EngineDoor:
     async def _body(self, request: Request) -> bytes:
         chunks: list[bytes] = []
         num_bytes = 0
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > self._settings.max_body_bytes:
-                raise EngineRequestError(
-                    f"the body is longer than {self._settings.max_body_bytes} bytes, the limit of this server"
-                )
-            chunks.append(chunk)
+        # Who never sends the rest keeps no server from stopping.
+        async with self._lifeline.hold():
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > self._settings.max_body_bytes:
+                    raise EngineRequestError(
+                        f"the body is longer than {self._settings.max_body_bytes} bytes, the limit of this server"
+                    )
+                chunks.append(chunk)
         return b"".join(chunks)
 
     def _answered(self, reply: object) -> Response:

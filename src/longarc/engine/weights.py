@@ -7,8 +7,8 @@
                                                             old ones: held, while sequences end with them, or spare
 
 There are two copies at most. The next weights are read into the one that nobody computes with, so what is in use
-stays whole whatever is wrong with them, and decoding goes on meanwhile. All methods but ``_loaded`` are called on the
-event loop.
+stays whole whatever is wrong with them, and decoding goes on meanwhile. All methods but ``_loaded`` and ``stop`` are called
+on the event loop.
 """
 
 import asyncio
@@ -165,9 +165,12 @@ class WeightStore:
         model = copy.deepcopy(self.current.model)
         return EngineWeights(model, model.shared_cache(self.current.cache), 0)
 
-    def close(self) -> None:
-        """Wait for what is being loaded, and let go of all weights."""
+    def stop(self) -> None:
+        """Load nothing any more, and wait for what is being loaded; called from another thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """Let go of all weights; nothing is loaded any more."""
         self.held = self._spare = None
         with contextlib.suppress(AttributeError):  # closed before
             del self.current

@@ -5,9 +5,10 @@ record by name. Encoding and decoding follow the dataclasses' annotations, so th
 from the day it exists, and a key that the other side does not know is refused and never dropped.
 
 Numbers come back bit for bit: floats are written with the fewest digits that name them, and infinities
-and NaN, which JSON does not have, as strings.
+and NaN, which JSON does not have, as strings. Bytes are base64.
 """
 
+import base64
 import dataclasses
 import math
 import types
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import orjson
 
-from longarc.config.engine import WeightQuantisation
+from longarc.config.engine import CacheQuantisation, WeightQuantisation
 from longarc.errors import (
     ContractError,
     EngineBusyError,
@@ -28,7 +29,7 @@ from longarc.errors import (
     LongArcError,
     WeightsRefusedError,
 )
-from longarc.records.sampling import Sampling, WeightSource
+from longarc.records.sampling import RoutingReplay, Sampling, WeightSource
 
 PROTOCOL_VERSION = 1
 """Sent in the header below by both sides; unequal versions do not talk."""
@@ -62,6 +63,10 @@ class EngineDescription:
     """Engines behind the address, addressed by 0 .. num_ranks - 1."""
     weight_quantisation: WeightQuantisation = "none"
     """How the weights are rounded that it samples with."""
+    records_routing: RoutingReplay = "none"
+    """What of the routing of tokens it returns to who asks."""
+    cache_quantisation: CacheQuantisation = "none"
+    """How the rows of its cache are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +151,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else repr(value)
     if value is None or isinstance(value, int | str):
         return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -172,10 +179,12 @@ def from_plain(kind: Any, raw: Any, *, where: str = "") -> Any:
         return _one_of(get_args(kind), raw, where)
     if origin is tuple and isinstance(raw, list):
         return _tuple(get_args(kind), raw, where)
-    if origin is Literal and raw in get_args(kind):
-        return raw
+    if origin is Literal:
+        return _one_of_these(get_args(kind), raw, where)
     if kind is float:
         return _float(raw, where)
+    if kind is bytes:
+        return _bytes(raw, where)
     if kind is Any or (
         origin is not None and issubclass(origin, Mapping) and isinstance(raw, dict)
     ):
@@ -229,6 +238,12 @@ def _one_of(kinds: tuple[Any, ...], raw: Any, where: str) -> Any:
     return from_plain(rest[-1], raw, where=where)
 
 
+def _one_of_these(values: tuple[Any, ...], raw: Any, where: str) -> Any:
+    if raw in values:
+        return raw
+    raise EngineRequestError(f"{where}: {str(raw)[:80]!r} is none of {list(values)}")
+
+
 def _tuple(items: tuple[Any, ...], raw: list[Any], where: str) -> tuple[Any, ...]:
     if len(items) == 2 and items[1] is Ellipsis:
         if items[0] in (int, float) and set(map(type, raw)) <= {items[0]}:
@@ -237,6 +252,13 @@ def _tuple(items: tuple[Any, ...], raw: list[Any], where: str) -> tuple[Any, ...
     if len(items) != len(raw):
         raise EngineRequestError(f"{where}: {len(raw)} items, expected {len(items)}")
     return tuple(from_plain(kind, item, where=where) for kind, item in zip(items, raw, strict=True))
+
+
+def _bytes(raw: Any, where: str) -> bytes:
+    try:
+        return base64.b64decode(raw, validate=True)
+    except (TypeError, ValueError) as error:
+        raise EngineRequestError(f"{where}: {str(raw)[:80]!r} is not base64: {error}") from error
 
 
 def _float(raw: Any, where: str) -> float:

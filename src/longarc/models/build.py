@@ -56,17 +56,16 @@ def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.fl
     return model
 
 
-def check_memory(config: ModelConfig) -> None:
-    """Refuse a model whose fp32 weights the memory cannot hold; nothing is allocated.
+def build_without_memory(config: ModelConfig) -> Decoder:
+    """Return the model on torch's meta device: sizes and names without numbers, if the memory could hold its fp32 weights.
 
     Raises:
         ConfigError: no tensor can have such sizes, or transformers is not installed or refuses the settings.
         ResourceError: the memory cannot hold the weights.
     """
     if isinstance(config, TransformersConfig):
-        transformers_without_memory(config, torch.float32)
-    else:
-        _without_memory(config, torch.float32)
+        return transformers_without_memory(config, torch.float32)
+    return _without_memory(config, torch.float32)
 
 
 def _without_memory(config: GlmMoeDsaConfig | LlamaConfig, dtype: torch.dtype) -> Decoder:

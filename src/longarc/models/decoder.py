@@ -1,13 +1,15 @@
 """The GLM-5 family: MLA with sparse attention, experts behind the leading dense layers, and drafts."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longarc.algos.fp8 import BLOCK_SIZE
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.errors import ContractError
-from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
+from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache, RowRounding
 from longarc.models.decoder_base import (
     Attention,
     Decoder,
@@ -24,6 +26,7 @@ from longarc.models.layout import Layout
 from longarc.models.mla import SparseLatentAttention
 from longarc.models.moe import MixtureOfExperts
 from longarc.models.mtp import DraftOutput, MultiTokenPredictor
+from longarc.models.room import room_for_rows
 from longarc.models.selection import Selection
 from longarc.models.sparse_attention import backend_for
 
@@ -172,6 +175,7 @@ class GlmMoeDsa(Decoder):
 
         Raises:
             ContractError: as for ``new_cache``; or the model cannot draft.
+            ResourceError: there is no memory for the rows.
         """
         if self.mtp is None:
             raise ContractError(
@@ -182,7 +186,8 @@ class GlmMoeDsa(Decoder):
         shape = CacheShape(
             num_slots=num_slots, max_length=max_length, num_pages=num_pages, page_tokens=page_tokens
         )
-        return self._drafting_cache_of(shape)
+        with room_for_rows(shape.total_pages * shape.page_tokens):
+            return self._drafting_cache_of(shape)
 
     def _drafting_cache_of(self, shape: CacheShape) -> PagedCache:
         if native_for(*self.parameters()) and backend_for(self.output_weight) == "cpu":
@@ -201,6 +206,13 @@ class GlmMoeDsa(Decoder):
             dtype=weight.dtype,
             device=weight.device,
         )
+
+    def fp8_rows(self) -> Mapping[str, RowRounding]:
+        """Return the rounding of latents, whose rotated part stays whole, and of indexer keys, in blocks of 128."""
+        return {
+            "latent": RowRounding(self.config.kv_lora_rank, BLOCK_SIZE),
+            "index_keys": RowRounding(self.config.index_head_dim, BLOCK_SIZE),
+        }
 
     def _native_cache(self, shape: CacheShape) -> NativeGlmMoeDsa:
         return NativeGlmMoeDsa(self._weights(), self._angles(shape.max_length), self.config, shape)

@@ -74,6 +74,8 @@ class Anatomy:
     """Numbers that a token leaves in the cache of the main model, by kind; all layers together."""
     mtp_cache: int
     """Numbers that a token leaves in the cache of the layers for multi-token prediction."""
+    draft_states: int
+    """Numbers of the main model's last state, which a token leaves too where drafts are made while sampling."""
     reads: tuple[ContextRead, ...]
     max_context: int
     """Longest context [tokens]."""
@@ -238,6 +240,7 @@ def _anatomy(
         num_router_biases=num_router_biases,
         cache=cache,
         mtp_cache=mtp_cache,
+        draft_states=shape.hidden_size if mtp else 0,
         reads=tuple(reads),
         max_context=shape.max_position_embeddings,
     )

@@ -3,21 +3,20 @@
 An hour of training is a bad moment to learn that the loss of the next stage is misspelt.
 """
 
-import inspect
 import os
 import pickle
 from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
+from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import check_model_fits
+from longarc.config.drafts import check_can_draft
 from longarc.config.engine_clients import servers_of
-from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import InitialCheckpoint, Recipe
 from longarc.config.stages import (
     DistillConfig,
     EvalConfig,
-    LossConfig,
     RlConfig,
     SftConfig,
     takes_turns,
@@ -26,12 +25,14 @@ from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
 from longarc.models.backbones.classes import check_all_is_read, transformers_config
-from longarc.models.build import check_memory
+from longarc.models.build import build_without_memory
 from longarc.models.hf_config import computing_in
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
-from longarc.pipeline.workspace import check_fits, task_family
+from longarc.pipeline.loss_trial import check_loss
+from longarc.pipeline.memory_needs import check_stages_fit
+from longarc.pipeline.workspace import check_fits, family_object, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
 
@@ -57,14 +58,15 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
     for name, stage in recipe.stages.items():
         if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
             for family_name, share in stage.tasks.items():
-                family = task_family(recipe, family_name, share)
                 if isinstance(stage, SftConfig):
-                    expert(name, family_name, family)
+                    expert(name, family_name, family_object(recipe, family_name, share))
+                else:
+                    task_family(recipe, family_name, share)
         elif stage.demonstrations is not None:
             for family_name, share in stage.demonstrations.tasks.items():
-                expert(name, family_name, task_family(recipe, family_name, share))
+                expert(name, family_name, family_object(recipe, family_name, share))
         if isinstance(stage, RlConfig | DistillConfig):
-            loss = _check_loss(name, stage.loss)
+            loss = check_loss(name, stage)
             if recipe.threads > 1 and takes_turns(stage):
                 _check_can_be_shared(name, stage.loss.path, loss)
 
@@ -134,7 +136,7 @@ def _check_start(recipe: Recipe) -> None:
         check_fits(tokenizer, recipe.model)
     if recipe.initial is None and isinstance(recipe.model, TransformersConfig):
         check_all_is_read(recipe.model)  # and refuses what transformers does not build
-    check_memory(recipe.model if model is None else model)
+    check_stages_fit(recipe, build_without_memory(recipe.model if model is None else model))
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -160,25 +162,11 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
         transformers_config(model)  # refuses what transformers does not build
     try:
         check_model_fits(model, recipe.stages, is_given=True)
+        check_can_draft(recipe.engine, model, recipe.stages)
+        check_can_round_cache(recipe.engine, model, recipe.stages)
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
     return model
-
-
-def _check_loss(stage: str, config: LossConfig) -> PolicyLoss:
-    loss: PolicyLoss = load_object(config.path, kind=PolicyLoss)
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):
-        return loss  # compiled code has none; a wrong setting will show at the first step
-    try:
-        signature.bind(None, **config.settings)
-    except TypeError as error:
-        raise ConfigError(
-            f"stage {stage!r}: loss {config.path!r} does not take settings {config.settings}: {error}. "
-            f"Its signature is {signature}"
-        ) from error
-    return loss
 
 
 def _check_can_be_shared(stage: str, path: str, loss: PolicyLoss) -> None:

@@ -7,6 +7,7 @@
     checkpoints/step-000123/       weights.safetensors ... manifest.json
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -284,7 +285,13 @@ def verify(directory: Path) -> Manifest:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the digest of a file's bytes."""
+    """Return the digest of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or device, which need never end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

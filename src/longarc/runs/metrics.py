@@ -4,6 +4,7 @@ Every sink satisfies ``longarc.records.ports.MetricSink``. The JSON lines are th
 reads; the others are windows for people. Their packages are imported when a sink is opened.
 """
 
+import logging
 import math
 import os
 import time
@@ -13,9 +14,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from longarc.errors import ConfigError
+from longarc.errors import ConfigError, LongArcError, ResourceError, boundary
 from longarc.records.ports import MetricSink
 from longarc.runs.files import JsonLines, read_json_lines
+
+_log = logging.getLogger(__name__)
 
 
 class JsonLinesSink:
@@ -153,14 +156,23 @@ class SinkGroup:
         self._sinks = tuple(sinks)
 
     def write(self, *, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Write to every sink."""
+        """Write to every sink.
+
+        Raises:
+            ResourceError: one cannot write.
+        """
         for sink in self._sinks:
-            sink.write(stage=stage, step=step, values=values)
+            with boundary(ResourceError, f"{type(sink).__name__} cannot write metrics"):
+                sink.write(stage=stage, step=step, values=values)
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close every sink; one that cannot be closed is a warning, because something else may have gone wrong before."""
         for sink in self._sinks:
-            sink.close()
+            try:
+                with boundary(ResourceError, f"{type(sink).__name__} cannot be closed"):
+                    sink.close()
+            except LongArcError as error:
+                _log.warning("%s; its last metrics may be missing, metrics.jsonl has them", error)
 
 
 def open_sinks(

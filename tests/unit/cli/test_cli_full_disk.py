@@ -11,6 +11,7 @@ import pytest
 import chatglm_cases
 from gguf_cases import gguf_tensors, settings_of, vocabulary, write_gguf
 from longarc.cli.main import main
+from longarc.config.recipe import Recipe
 from longarc.errors import ResourceError
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_weights
@@ -86,6 +87,76 @@ def test_what_is_refused_half_way_leaves_nothing_behind(command, name, is_there,
     assert main(words) == 0  # the same command, once there is room
 
 
+@pytest.fixture
+def evaluated(tmp_path):
+    """Return a finished run whose recipe has an evaluation that was not made yet."""
+    eval_stage = {
+        "kind": "eval",
+        "stages": ["pretrain"],
+        "tasks": {"format": {}},
+        "rollout": {"max_new_tokens": 8, "max_context_tokens": 480},
+    }
+    said = small_recipe().model_dump(mode="json")
+    said["tasks"] = {"format": {"path": "longarc.envs.tasks.format:Format"}}
+    said["stages"]["eval"] = eval_stage
+    write_finished_run(tmp_path / "run", Recipe.model_validate(said))
+    return tmp_path / "run"
+
+
+def on_nearly_full_disk(run, words, *, free_bytes):
+    """Run a command on a copy of a run, on a disk with so much room; skip where there can be none."""
+    done = on_small_disk(
+        f"""
+import os, shutil
+from longarc.cli.main import main
+shutil.copytree({str(run)!r}, "/mnt/run")
+disk = os.statvfs("/mnt")
+with open("/mnt/filler", "wb") as filler:
+    filler.write(bytes(max(0, disk.f_bavail * disk.f_frsize - {free_bytes})))
+code = main({words!r})
+print(sorted(name for name in os.listdir("/mnt/run") if "report" in name or name.startswith(".")))
+raise SystemExit(code)
+""",
+        disk_bytes=8_000_000,
+    )
+    if done is None:
+        pytest.skip("this machine allows no namespaces, so there is no small disk")
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize("free_bytes", [0, 20_000, 40_000])
+def test_a_report_that_finds_no_room_is_an_error_and_no_half_of_it_stays(evaluated, free_bytes):
+    done = on_nearly_full_disk(evaluated, ["report", "/mnt/run"], free_bytes=free_bytes)
+    assert done.returncode == 3, done.stderr
+    assert re.search(
+        r"^ResourceError: .*(too little room|disk I/O error)", done.stderr, re.MULTILINE
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("free_bytes", [0, 20_000, 60_000, 100_000])
+def test_an_evaluation_that_finds_no_room_is_an_error_that_says_where(evaluated, free_bytes):
+    words = ["eval", "/mnt/run", "--tasks", "2"]
+    done = on_nearly_full_disk(evaluated, words, free_bytes=free_bytes)
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"^ResourceError: .*/mnt/run", done.stderr, re.MULTILINE), done.stderr
+    assert "the output or a file" not in done.stderr
+
+
+def test_what_was_evaluated_is_printed_before_the_report_that_finds_no_room(
+    evaluated, monkeypatch, capsys
+):
+    def fail(_):
+        raise ResourceError("cannot write the report")
+
+    monkeypatch.setattr("longarc.pipeline.reporting.write_report", fail)
+    assert main(["eval", str(evaluated), "--tasks", "2"]) == 3
+    shown = capsys.readouterr()
+    assert "cannot write the report" in shown.err
+    assert re.search(r"^pretrain +\d+\.\d%$", shown.out, re.MULTILINE), shown.out
+
+
 def test_a_checkpoint_whose_weights_find_no_room_says_that_nothing_stays(tmp_path):
     model = build_model(small_llama(), seed=0)
     writer = CheckpointWriter(tmp_path / "checkpoints", keep_last=1)
@@ -158,5 +229,5 @@ def test_an_output_that_takes_no_more_is_an_error_without_a_traceback():
         )
     assert done.returncode == 3
     assert done.stderr == (
-        "ResourceError: cannot write the output: No space left on device; free some space or give another place\n"
+        "ResourceError: cannot write the output or a file: No space left on device; free some space or give another place\n"
     )

@@ -47,6 +47,20 @@ def test_the_rows_of_the_parts_add_up_to_the_sum(capsys):
     assert sum(active for *_, active in numbers) == 32_856_305_664
 
 
+def test_the_cache_is_told_with_and_without_what_drafts_leave_in_it(capsys):
+    out = printed(capsys, CONFIGS / "glm_5_2.json")
+    latent, keys = 576 * 78, 128 * 21
+    assert f"{latent + keys:,}" in row(out, "all, without drafts")
+    assert row(out, "states to draft from")[4] == "6,144"
+    assert f"{latent + keys + 576 + 128 + 6144:,}" in row(out, "all, with drafts")
+
+
+def test_the_cache_of_a_model_without_drafts_has_one_sum(capsys):
+    out = printed(capsys, CONFIGS / "llama_3_1_8b.json")
+    assert row(out, "all  ")[1] == "65,536"
+    assert "drafts" not in out
+
+
 def test_a_context_may_be_chosen(capsys):
     out = printed(capsys, CONFIGS / "glm_5_2.json", "--context", 1000)
     assert "bf16, 1,000 tokens" in out

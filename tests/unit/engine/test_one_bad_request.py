@@ -1,13 +1,18 @@
 """What one request holds never ends the engine that others sample from."""
 
 import asyncio
+import os
 
+import numpy as np
 import pytest
+import torch
 
 from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
-from longarc.engine.sampler import seed_of_request, uniforms
+from longarc.engine.remote import RemoteEngine
+from longarc.engine.sampler import uniforms
+from longarc.engine.seeds import seed_of_request
 from longarc.engine.wire import ScoreRequest, StreamRequest, from_plain
 from longarc.errors import (
     ContractError,
@@ -17,7 +22,9 @@ from longarc.errors import (
     WeightsRefusedError,
 )
 from longarc.models.build import build_model
+from longarc.models.hf_weights import save_weights
 from longarc.records.sampling import MAX_SEED, MIN_TEMPERATURE, Sampling, WeightSource
+from longarc.runs.checkpoint import file_sha256
 
 MODEL = LlamaConfig(
     vocab_size=64, hidden_size=48, max_position_embeddings=256, initializer_range=0.2
@@ -128,6 +135,59 @@ async def test_a_path_that_cannot_be_one_refuses_the_weights_and_nothing_else():
         with pytest.raises(WeightsRefusedError, match="null byte"):
             await engine.update_weights(WeightSource(path="a\0b", sha256="0"), policy_version=1)
         assert await complete(engine)
+
+
+async def test_a_path_to_what_never_ends_refuses_the_weights_and_the_next_ones_come(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "1.safetensors"
+    save_weights(build_model(MODEL, seed=1), path)
+    async with asyncio.timeout(20), make_engine() as engine:
+        for endless in (tmp_path / "pipe", "/dev/zero"):
+            with pytest.raises(WeightsRefusedError, match="not a regular file"):
+                await engine.update_weights(
+                    WeightSource(path=str(endless), sha256="0"), policy_version=1
+                )
+        await engine.update_weights(
+            WeightSource(path=str(path), sha256=file_sha256(path)), policy_version=1
+        )
+
+
+@pytest.mark.parametrize("bad", [1.0, 1.5, float("nan"), "1", None])
+async def test_an_id_that_is_no_whole_number_is_refused_and_never_rounded(bad):
+    async def ask(engine):
+        async for _ in engine.stream([1, bad], Sampling(max_new_tokens=1), session_id="s"):
+            pass
+
+    async with make_engine() as engine, RemoteEngine("http://nobody", api_key="k") as remote:
+        for there in (engine, remote):
+            for asking in (ask(there), there.score([1, bad])):
+                with pytest.raises(EngineRequestError, match="ids have to be whole numbers"):
+                    await asking
+        # Whatever is a whole number is one, of whichever library.
+        scores = await engine.score([np.int64(1), torch.tensor(2)])
+        assert scores == await engine.score([1, 2])
+
+
+async def test_a_score_that_is_no_number_is_a_fault_and_never_an_answer():
+    model = build_model(MODEL, seed=0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    async with EmbeddedEngine(model, EngineConfig(), max_context_tokens=64) as engine:
+        with pytest.raises(EngineFaultError, match="token 1 of the 3 to score is nan"):
+            await engine.score([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(RuntimeError, EngineFaultError), (MemoryError, EngineLostError)]
+)
+async def test_what_raises_while_a_score_is_computed_is_a_typed_error(monkeypatch, error, kind):
+    def broken(*_, **__):
+        raise error("no luck")
+
+    async with make_engine() as engine:
+        monkeypatch.setattr("longarc.engine.embedded.token_logprobs", broken)
+        with pytest.raises(kind, match=r"scoring 2 tokens: .*no luck"):
+            await engine.score([1, 2])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from longarc.cli.main import main
 from longarc.config.loader import load_settings
 from longarc.config.recipe import Recipe
 from longarc.errors import ConfigError, ResourceError
-from longarc.models.build import build_model, check_memory
+from longarc.models.build import build_model, build_without_memory
 from longarc.models.census import take_census
 from longarc.models.elders.chatglm_config import read_chatglm_config
 from longarc.models.hf_config import config_from_hf, config_to_hf
@@ -109,7 +109,7 @@ def test_the_elders_are_read_as_strictly(name, value):
     ],
 )
 def test_weights_beyond_the_memory_are_refused_before_any_of_it_is_taken(make, changes, fields):
-    for attempt in (check_memory, lambda config: build_model(config, seed=0)):
+    for attempt in (build_without_memory, lambda config: build_model(config, seed=0)):
         with pytest.raises(ResourceError) as refused:
             attempt(make(**changes))
         said = str(refused.value)

@@ -1,6 +1,7 @@
 """What a stage asks of the servers that its recipe names."""
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from longarc.config.engine import EngineConfig
 from longarc.config.loader import load_settings
 from longarc.config.model import LlamaConfig
 from longarc.config.recipe import Recipe
+from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.server import DoorSettings, EngineDoor
 from longarc.engine.wire import EngineDescription
@@ -19,7 +21,7 @@ from longarc.errors import ConfigError, EngineFaultError, EngineLostError
 from longarc.gateway.server import bound_socket, serving
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_pretrained_dir, save_weights
-from longarc.pipeline.engines import engine_servers
+from longarc.pipeline.engines import engine_servers, stopped_or_failed
 from longarc.pipeline.local import open_workspace
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.serve import ServeSettings, serve
@@ -27,7 +29,7 @@ from longarc.pipeline.serve_engine import EngineServerSettings, serve_engine
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.records.sampling import Sampling
 from longarc.runs.directory import RunDirectory
-from model_cases import small_glm
+from model_cases import small_glm, small_llama
 from token_samples import small_tokenizer
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "smoke.toml"
@@ -39,6 +41,7 @@ SERVER = EngineServerSettings(
     api_key="k",
     num_ranks=1,
     max_context_tokens=64,
+    records_routing="experts",
     drain_s=0.0,
 )
 
@@ -88,11 +91,13 @@ def described(loaded):
 
 
 @asynccontextmanager
-async def opened(loaded, described, ranks):
+async def opened(loaded, described, ranks, *, routing_replay="none"):
     door = EngineDoor(ranks, described, DoorSettings(api_key="k"))
     async with serving(door.app(), bound_socket()) as address:
         engine = EngineConfig(servers=(address,))
-        async with engine_servers(engine, loaded, max_context_tokens=512, seed=0) as router:
+        async with engine_servers(
+            engine, loaded, max_context_tokens=512, routing_replay=routing_replay, seed=0
+        ) as router:
             yield router
 
 
@@ -121,6 +126,11 @@ async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
             {"weight_quantisation": "fp8"},
             "samples with weight_quantisation=.fp8., the recipe says .none.",
         ),
+        (
+            "k",
+            {"cache_quantisation": "fp8"},
+            "samples with cache_quantisation=.fp8., the recipe says .none.",
+        ),
     ],
 )
 async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anything(
@@ -134,6 +144,38 @@ async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anyt
     assert [rank.updates for rank in ranks] == [[], []]
 
 
+async def test_a_server_has_to_record_what_the_stage_replays(loaded, described, monkeypatch):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    records = replace(described, records_routing="experts")
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    message = r"records_routing='none', .* start it with --records-routing experts"
+    with pytest.raises(ConfigError, match=message):
+        async with opened(loaded, described, ranks, routing_replay="experts"):
+            pass
+    for replay in ("none", "experts"):
+        async with opened(loaded, records, ranks, routing_replay=replay):
+            pass
+
+
+async def test_routing_that_no_server_could_say_in_one_piece_is_refused(
+    loaded, described, monkeypatch
+):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    # Two experts in each of two layers are four bytes, eight in base64, in quotes with a comma.
+    monkeypatch.setattr("longarc.pipeline.engines.MAX_LINE_BYTES", 512 * (8 + 3) - 1)
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    records = replace(described, records_routing="experts")
+    with pytest.raises(ConfigError, match=r"'experts': .*max_context_tokens=512 .*shorten"):
+        async with opened(loaded, records, ranks, routing_replay="experts"):
+            pass
+    with pytest.raises(ConfigError, match="at once at most; replay 'experts', shorten"):
+        async with opened(loaded, records, ranks, routing_replay="experts_and_keys"):
+            pass
+    monkeypatch.setattr("longarc.pipeline.engines.MAX_LINE_BYTES", 512 * (8 + 3))
+    async with opened(loaded, records, ranks, routing_replay="experts"):
+        pass
+
+
 async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
     with bound_socket() as free:
@@ -143,7 +185,9 @@ async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
         EngineLostError,
         match=r"cannot be reached.*start this one .*or take it out of engine\.servers",
     ):
-        async with engine_servers(routed, loaded, max_context_tokens=512, seed=0):
+        async with engine_servers(
+            routed, loaded, max_context_tokens=512, routing_replay="none", seed=0
+        ):
             pass
 
 
@@ -187,6 +231,37 @@ async def test_a_hugging_face_directory_is_served(tmp_path):
         2,
     )
     assert len(scores) == 3
+
+
+async def test_a_hugging_face_directory_is_served_with_all_the_context_that_is_asked_for(tmp_path):
+    longest = EngineConfig().cache_tokens + 1000
+    save_pretrained_dir(build_model(small_llama(max_position_embeddings=longest), seed=0), tmp_path)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    settings = replace(SERVER, max_context_tokens=longest, records_routing="none")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)
+        )
+        async with RemoteEngine(await ready, api_key="k") as engine:
+            described = await engine.describe()
+        stop.set()
+    assert described.max_context_tokens == longest
+
+
+async def test_a_wait_that_was_stopped_leaves_nothing_that_nobody_asked_for():
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: said.append(what["message"]))
+    engines = [
+        EmbeddedEngine(build_model(small_llama(), seed=0), EngineConfig(), max_context_tokens=64)
+        for _ in range(2)
+    ]
+    stop = asyncio.Event()
+    stop.set()
+    await stopped_or_failed(stop, engines)
+    gc.collect()
+    assert said == []
+    for engine in engines:
+        await engine.close()
 
 
 async def test_a_hugging_face_directory_has_no_stages(tmp_path):

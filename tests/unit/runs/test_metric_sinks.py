@@ -1,5 +1,8 @@
+import contextlib
+import errno
 import json
 import math
+import os
 import sys
 
 import pytest
@@ -7,7 +10,14 @@ import pytest
 from longarc.errors import ConfigError, ResourceError
 from longarc.records.ports import MetricSink
 from longarc.runs.files import JsonLines, read_json_lines
-from longarc.runs.metrics import JsonLinesSink, MlflowSink, WandbSink, open_sinks, read_metrics
+from longarc.runs.metrics import (
+    JsonLinesSink,
+    MlflowSink,
+    SinkGroup,
+    WandbSink,
+    open_sinks,
+    read_metrics,
+)
 from small_disk import file_size_limit
 
 
@@ -152,3 +162,33 @@ def test_mlflow_gets_one_value_a_metric(tmp_path, monkeypatch):
     sink.close()
     assert ("log_metric", ("r", "sft/loss", 1.0), {"step": 3}) in service.calls
     assert service.calls[-1][0] == "set_terminated"
+
+
+class FullSink:
+    """Finds no room for anything."""
+
+    def write(self, *, stage, step, values):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_sink_without_room_is_a_typed_error_that_names_it(tmp_path):
+    group = SinkGroup([JsonLinesSink(tmp_path / "m.jsonl"), FullSink()])
+    with (
+        contextlib.closing(group),
+        pytest.raises(ResourceError, match=r"FullSink cannot write metrics: .*No space left"),
+    ):
+        group.write(stage="sft", step=0, values={"loss": 1.0})
+    assert len(read_metrics(tmp_path / "m.jsonl")) == 1
+
+
+def test_sinks_are_all_closed_and_what_went_wrong_before_is_what_is_raised(tmp_path, caplog):
+    last = JsonLinesSink(tmp_path / "m.jsonl")
+    group = SinkGroup([FullSink(), last])
+    with pytest.raises(ZeroDivisionError), contextlib.closing(group):
+        raise ZeroDivisionError
+    assert "FullSink cannot be closed" in caplog.text
+    with pytest.raises(ValueError, match="closed"):
+        last.write(stage="sft", step=0, values={"loss": 1.0})

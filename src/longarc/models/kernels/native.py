@@ -4,6 +4,8 @@
 """
 
 import ctypes
+import logging
+import multiprocessing
 import os
 from functools import cache
 from pathlib import Path
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 
 from longarc.config.model import ComputeDtype
-from longarc.errors import ContractError
+from longarc.errors import ContractError, ResourceError
 from longarc.models.kernels.build import library_path
 from longarc.models.kernels.memory import Arena
+
+_log = logging.getLogger(__name__)
 
 _POINTER, _INTEGER, _REAL = "p", "i", "f"
 _SIGNATURES: Final = {
@@ -116,7 +120,11 @@ class NativeLibrary:
 
 
 def native() -> NativeLibrary | None:
-    """Return the compiled kernels, or None where they were not built or are turned off."""
+    """Return the compiled kernels, or None where they were not built, which is said once, or are turned off.
+
+    Raises:
+        ResourceError: the file that holds them is damaged.
+    """
     if os.environ.get("LONGARC_NATIVE") == "0":
         return None
     return _load(library_path_once())
@@ -162,4 +170,18 @@ def library_path_once() -> Path:
 
 @cache
 def _load(path: Path) -> NativeLibrary | None:
-    return NativeLibrary(path) if path.exists() else None
+    if path.exists():
+        try:
+            return NativeLibrary(path)
+        except (OSError, AttributeError) as error:
+            raise ResourceError(
+                f"the native kernels in {path} cannot be loaded: {error}. Remove the file and build them again with: "
+                f"python -m longarc.models.kernels.build"
+            ) from error
+    if multiprocessing.parent_process() is None:  # or each process of a step would say it
+        _log.warning(
+            "the native kernels of these sources are not built (%s is not there): torch computes everything, several "
+            "times slower. Build them with: python -m longarc.models.kernels.build",
+            path,
+        )
+    return None

@@ -93,3 +93,30 @@ def test_structures_have_the_fields_of_their_c_twins(name):
             for field in names.replace("*", "").split(","):
                 declared.append((field.strip(), ctypes.c_void_p if pointer else kinds[kind]))
     assert declared == getattr(structs, name)._fields_
+
+
+def test_kernels_that_are_not_built_are_missed_once_and_with_the_command(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.delenv("LONGARC_NATIVE", raising=False)
+    monkeypatch.setattr(native, "library_path_once", lambda: tmp_path / "none.so")
+    assert native.native() is None
+    assert native.native() is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "not built" in record.getMessage()
+    assert "python -m longarc.models.kernels.build" in record.getMessage()
+
+
+def test_kernels_that_were_turned_off_are_not_missed(monkeypatch, caplog):
+    monkeypatch.setenv("LONGARC_NATIVE", "0")
+    assert native.native() is None
+    assert not caplog.records
+
+
+def test_a_damaged_library_is_an_error_that_names_it_and_the_command(tmp_path, monkeypatch):
+    monkeypatch.delenv("LONGARC_NATIVE", raising=False)
+    (tmp_path / "half.so").write_bytes(b"\x7fELF")
+    monkeypatch.setattr(native, "library_path_once", lambda: tmp_path / "half.so")
+    with pytest.raises(ResourceError, match=r"half\.so cannot be loaded: .*kernels\.build"):
+        native.native()

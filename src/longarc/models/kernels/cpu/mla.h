@@ -12,6 +12,7 @@
 
 #include "experts.h"
 #include "new_rows.h"
+#include "routed.h"
 #include "row_attention.h"
 
 namespace longarc {
@@ -41,11 +42,13 @@ struct MlaLayer {
     const float *post_norm;
     FeedForward feed_forward;
     float *latents, *index_keys;  // [page][position][dim] and [page][position blocks][dim][LANES]
+    uint8_t *routed, *selected;   // out, [page][position][choice]: experts, selected positions; null where nobody asks
 };
 
 struct MlaShape {
     int64_t num_layers, hidden, num_heads, q_rank, latent, nope, rope, value;
     int64_t index_heads, index_dim, index_topk, is_sparse;
+    int64_t routed_bytes, selected_bytes;  // of a number in `routed`, in `selected`
     float eps, latent_eps, index_eps, scale, index_scale;
 };
 
@@ -101,6 +104,14 @@ inline void feed_forward_rows(const FeedForward& ff, int64_t hidden, int64_t num
     for (int64_t i = 0; i < num * hidden; i++) x[i] += mixed[i];
 }
 
+// Keeps what feed_forward_rows chose for rows [first, first + num).
+inline void keep_experts(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
+                         const ChunkScratch& s) {
+    const int64_t count = layer.feed_forward.num_chosen;
+    for (int64_t r = 0; r < num; r++)
+        keep_choice(layer.routed, shape.routed_bytes, rows, first + r, &s.chosen[r * count], count);
+}
+
 // The sizes of what a row of MLA is projected to.
 struct MlaWidths {
     int64_t dim, head, index_dim, index_heads, inputs, queries, heads;
@@ -128,12 +139,14 @@ inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& r
         rms_norm_row(row, layer.q_norm, q_latent + r * shape.q_rank, shape.q_rank, shape.latent_eps);
         float* latent = layer.latents + (page * page_keys(rows) + place) * width.dim;
         rms_norm_row(row + shape.q_rank, layer.kv_norm, latent, shape.latent, shape.latent_eps);
+        if (rows.fp8_rows) round_to_fp8(latent, shape.latent, FP8_BLOCK);
         std::memcpy(latent + shape.latent, row + shape.q_rank + shape.latent, sizeof(float) * shape.rope);
         rotate_row(latent + shape.latent, cos, sin, shape.rope, true, 1.0f);
         if (!layer.index_keys) continue;
         float* key = row + shape.q_rank + width.dim;
         layer_norm_row(key, layer.index_norm_weight, layer.index_norm_bias, key, shape.index_dim, shape.index_eps);
         rotate_row(key, cos, sin, shape.rope, true, 1.0f);
+        if (rows.fp8_rows) round_to_fp8(key, shape.index_dim, FP8_BLOCK);
         write_blocked(layer.index_keys + page * page_keys(rows) * shape.index_dim, place, key, shape.index_dim);
         float* weights = key + shape.index_dim;
         for (int64_t h = 0; h < shape.index_heads; h++) weights[h] *= shape.index_scale;
@@ -189,6 +202,8 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
                          std::min(size, num_keys - at), scores.data() + at);
         }
         if (!choose_best(scores.data(), num_keys, seen.num, selected)) selected[0] = -1;
+        // Who sees no more than that sees everything, which nobody has to be told.
+        if (layer.selected) keep_choice(layer.selected, shape.selected_bytes, rows, row, selected, seen.num);
     }
     if (selects && selected[0] < 0) seen.num = 0;
     if (selects) {
@@ -285,6 +300,7 @@ inline void run_chunk(const MlaShape& shape, const MlaLayer* layers, const Rows&
             mla_queries(shape, layers[l], rows, first, begin, end, s);
             rms_norm_rows(x_b, layers[l].post_norm, normed_b, end - begin, hidden, shape.eps);
             feed_forward_rows(layers[l].feed_forward, hidden, end - begin, normed_b, x_b, s);
+            if (layers[l].routed) keep_experts(shape, layers[l], rows, first + begin, end - begin, s);
         });
     }
     wanted_rows(rows, first, num, rows.ends_only, [&](int64_t begin, int64_t end) {
