@@ -9,6 +9,8 @@ STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
 STAMP_GATEWAYS := .venv-gateways/.stamp
 STAMP_VLLM := .venv-vllm/.stamp
+AGENTS := $(shell sed -n 's/^\([a-z-]*\) .*/\1/p' scripts/agents.txt)
+STAMPS_AGENTS := $(AGENTS:%=.agents/%/.stamp)
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 RUN_DIR ?= runs/quickstart
@@ -16,7 +18,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-replay bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-replay bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm agents $(AGENTS:%=agent-%) integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +86,13 @@ gateways: $(STAMP_GATEWAYS) ## make .venv-gateways with the gateways that LongAr
 $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
 
+$(STAMPS_AGENTS): .agents/%/.stamp: scripts/setup_agent.sh scripts/agents.txt
+	@bash scripts/setup_agent.sh "$(PYTHON)" $* && touch $@
+
+agents: $(STAMPS_AGENTS) ## install Claude Code, Codex, opencode and other agents below .agents (3 GB)
+
+$(AGENTS:%=agent-%): agent-%: .agents/%/.stamp # one of them: make agent-claude-code
+
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
@@ -139,7 +148,7 @@ kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled o
 fuzz-gateway: $(STAMP_DEV) ## 100,000 requests near what clients send, in each dialect
 	PYTHONPATH=tests $(BIN)/python tests/codec_fuzz.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) models/smollm2-135m/config.json ## the tests that need the peers, and a real vLLM
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) $(STAMPS_AGENTS) models/smollm2-135m/config.json ## the tests that need the peers, a real vLLM, and real agents
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

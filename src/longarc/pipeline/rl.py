@@ -24,6 +24,7 @@ from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
 from longarc.gateway.core import Gateway
+from longarc.gateway.rollouts import RolloutSessions
 from longarc.orchestrator.loop import run_stage
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
@@ -99,7 +100,7 @@ async def reinforce(
                 Workers(
                     trainer=trainer,
                     engine=serve.engine,
-                    sessions=serve.gateway,
+                    sessions=serve.sessions,
                     sandboxes=serve.sandboxes,
                     ledger=workspace.ledger,
                     sinks=[workspace.sink],
@@ -121,6 +122,7 @@ class Serving:
     def __init__(self, engine: Engine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
         self.engine = engine
         self.gateway = gateway
+        self.sessions = RolloutSessions(gateway)
         self.sandboxes = sandboxes
 
 
