@@ -241,7 +241,7 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
         temperatures_B = torch.tensor(draws.temperatures, dtype=torch.float32)
         stop_ids, stop_ends = stop_lists(draws.stop_ids)
         sizes = [num_rows * room, num_rows, num_rows, draws.num_drafts, draws.num_drafts]
-        found = torch.empty(sum(sizes), dtype=torch.long).split(sizes)
+        found = torch.split(torch.empty(sum(sizes), dtype=torch.long), sizes)
         tokens_BR, counts_B, finite_B, drafted_D, accepted_D = found
         logprobs_BR = torch.empty(num_rows * room)
         rounds = structs.Rounds(
