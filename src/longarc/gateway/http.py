@@ -29,7 +29,8 @@ from longarc.gateway.access import Access
 from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
 from longarc.gateway.dialect import ChatRequest, Dialect, Exchange, Surroundings, json_bytes
-from longarc.gateway.messages import Messages, model_card
+from longarc.gateway.messages import Messages
+from longarc.gateway.messages_events import model_card
 from longarc.gateway.openapi import description
 from longarc.gateway.responses import Responses
 from longarc.gateway.session import GatewaySession
