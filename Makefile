@@ -9,6 +9,7 @@ STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
 STAMP_GATEWAYS := .venv-gateways/.stamp
 STAMP_VLLM := .venv-vllm/.stamp
+STAMP_TOOLS := .venv-schemathesis/.stamp .venv-renderers/.stamp
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 RUN_DIR ?= runs/quickstart
@@ -79,6 +80,9 @@ gateways: $(STAMP_GATEWAYS) ## make .venv-gateways with the gateways that LongAr
 $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
 
+$(STAMP_TOOLS): .venv-%/.stamp: tests/integration/%.txt scripts/setup_tool.sh
+	@bash scripts/setup_tool.sh "$(PYTHON)" $* && touch $@
+
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
@@ -128,7 +132,7 @@ kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled o
 fuzz-gateway: $(STAMP_DEV) ## 100,000 requests near what clients send, in each dialect
 	PYTHONPATH=tests $(BIN)/python tests/codec_fuzz.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) models/smollm2-135m/config.json ## the tests that need the peers, and a real vLLM
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) $(STAMP_TOOLS) models/smollm2-135m/config.json ## the tests that need other programs: the peers, a real vLLM, schemathesis, renderers
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

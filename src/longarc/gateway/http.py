@@ -368,5 +368,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     # The path may hold a key, which the client knows and a log must not.
     where = f"{request.method} {request.url.path}"
-    wire = WireError(error.status_code, f"{where}: {error.detail}", code="not_found")
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    wire = WireError(
+        error.status_code,
+        f"{where}: {error.detail}",
+        code=code,
+        headers=dict(error.headers or {}),  # of a method: which there are instead
+    )
     return _error(wire, _dialect_of(request))

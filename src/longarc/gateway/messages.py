@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from longarc.gateway.dialect import (
     MALFORMED,
+    WHOLE,
     ChatRequest,
     NamedTool,
     Surroundings,
@@ -103,7 +104,7 @@ class _ToolNamed(Wire):
 
 class _ThinkingOn(Wire):
     type: Literal["enabled"]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
 
 
 class _ThinkingOther(Wire):
@@ -144,10 +145,10 @@ class CountTokensBody(Wire):
 class MessagesBody(CountTokensBody):
     """The body of a request."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Annotated[int, Field(ge=1), WHOLE]
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: Annotated[int, Field(ge=0), WHOLE] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
