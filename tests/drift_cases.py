@@ -29,6 +29,7 @@ from longarc.records.segment import SegmentKind
 from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.chatml import ChatMlFormat
 from longarc.tokens.glm import GlmFormat
+from longarc.tokens.renderer_format import RendererFormat
 from longarc.tokens.template_format import TemplateFormat
 from longarc.tokens.tokenizer import GLM_SPECIAL_TOKENS
 from template_cases import GROWING, template_format
@@ -74,10 +75,10 @@ class DriftError(AssertionError):
 class Conversation:
     """One random session from its first request to the check of its segments."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, formats: Sequence[tuple[ChatFormat, bool]] | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(f"drift/{seed}")
-        chat_format, is_glm = self.rng.choice(chat_formats())
+        chat_format, is_glm = self.rng.choice(formats or chat_formats())
         self.format = chat_format
         tags = chat_format.streamed_tags
         self.engine = RecordingEngine(
@@ -285,8 +286,10 @@ class Conversation:
         if context.expected is not None:
             parent = self.engine.records[context.expected]
             stored = parent.prompt + parent.ids
-            if answer.node.parent is None and isinstance(self.format, TemplateFormat):
-                # A template may show the turn otherwise, such as one with a stray tag: then it is a branch.
+            if answer.node.parent is None and isinstance(
+                self.format, TemplateFormat | RendererFormat
+            ):
+                # It may show the turn otherwise, such as one with a stray tag: then it is a branch.
                 self.counts["rewritten"] += 1
             else:
                 self._same(record.prompt[: len(stored)], stored, "the prefix of a prompt")
