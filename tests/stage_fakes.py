@@ -144,6 +144,12 @@ class FakeSession:
             ),
         )
 
+    def turns(self) -> tuple[()]:
+        return ()
+
+    def tools(self) -> tuple[()]:
+        return ()
+
     async def close(self) -> None:
         self.is_closed = True
 

@@ -29,7 +29,7 @@ def longarc(*arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["own_env", "own_loss"])
+@pytest.mark.parametrize("name", ["own_env", "own_loss", "own_agent"])
 def test_an_example_trains_on_its_own_part_and_audits_clean(name, tmp_path):
     run_dir = tmp_path / name
     longarc("run", f"examples/{name}.toml", "--run-dir", str(run_dir))

@@ -190,3 +190,44 @@ async def test_what_does_not_fit_the_engines_is_said_and_nothing_starts(
         assert await process.wait() in (2, 4)
     assert message in said
     assert "Traceback" not in said
+
+
+async def test_a_program_runs_in_a_box_before_engine_servers_without_torch(model, tmp_path):
+    engine = SlowEngine()
+    engine.may_end.set()
+    ask = (
+        "import json, os, urllib.request\n"
+        "body = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'the quick'}]}).encode()\n"
+        "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body,\n"
+        "    {'content-type': 'application/json', 'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})\n"
+        "print(urllib.request.urlopen(request).read())\n"
+    )
+    command = orjson.dumps(["python3", "-c", ask]).decode()
+    out = tmp_path / "out"
+    async with engine_server(engine) as upstream:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", WITHOUT_TORCH, "agent", "run", "--harness", "custom"),
+            *("--set", f"settings.command={command}", "--upstream", upstream, "--out", str(out)),
+            *(
+                "--model",
+                str(model),
+                "--chat-format",
+                "chatml",
+                "--max-new-tokens",
+                "50",
+                "--",
+                "x",
+            ),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "LONGARC_ENGINE_KEY": "engine-key"},
+        )
+        told, complaint = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, complaint
+    assert b"completed: 1 turns" in told
+    (line,) = (out / "segments.jsonl").read_bytes().splitlines()
+    segment = orjson.loads(line)
+    length = len(engine.ids)
+    assert segment["token_ids"] == [*engine.prompts[0], *engine.ids]
+    assert segment["train_mask"] == [False] * len(engine.prompts[0]) + [True] * length
+    assert segment["policy_versions"][-length:] == [2, *[3] * (length - 1)]

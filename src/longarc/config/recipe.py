@@ -2,13 +2,19 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from longarc.config.cache_rounding import check_can_round_cache
-from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
+from longarc.config.coherence import (
+    check_engine_fits,
+    check_keys_are_selected,
+    check_model_fits,
+    check_names,
+)
 from longarc.config.drafts import check_can_draft
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig
+from longarc.config.harness import HarnessConfig
 from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, ModelConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
@@ -26,6 +32,14 @@ class TaskFamilyConfig(Settings):
     """``package.module:Class`` of a TaskFamily; called with ``settings`` as keywords."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword settings of the family, which stages may override."""
+    harness: HarnessConfig | None = None
+    """The program that works on the tasks in RL, distillation and evaluation, a name or a table; None leaves them to the
+    family's own agent loop. Demonstrations are always the family's own."""
+
+    @field_validator("harness", mode="before")
+    @classmethod
+    def _a_name_is_enough(cls, harness: object) -> object:
+        return {"kind": harness} if isinstance(harness, str) else harness
 
 
 class InitialCheckpoint(Settings):
@@ -100,6 +114,9 @@ class Recipe(Settings):
         check_names("task family", self.tasks)
         own = self.model if self.initial is None else None
         check_engine_fits(self.engine, self.stages, model=own)
+        check_keys_are_selected(
+            self.stages, is_sparse=self.initial is not None and self.initial.is_sparse
+        )
         if self.initial is not None:
             return (
                 self  # the weights bring the shape of the model, which is checked when it is known

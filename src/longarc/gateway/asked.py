@@ -29,6 +29,7 @@ class RecognitionRules:
     summary_phrases: tuple[str, ...] = (
         "your task is to create a detailed summary of the conversation",
         "tasked with summarizing conversations",
+        "you are a context summarization agent",
         "context checkpoint compaction",
         "provide a detailed prompt for continuing our conversation",
         "maintaining a context-aware state summary",

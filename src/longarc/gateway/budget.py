@@ -5,7 +5,7 @@ is held for it, and given back when it ends.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longarc.errors import ConfigError
@@ -78,6 +78,17 @@ class BudgetMeter:
     def num_sampled_tokens(self) -> int:
         """Tokens of all turns."""
         return self._num_tokens
+
+    def limit_requests(self, max_requests: int) -> None:
+        """Lower the number of requests.
+
+        Raises:
+            ConfigError: it is not above 0.
+        """
+        own = self._budget.max_requests
+        self._budget = replace(
+            self._budget, max_requests=min(max_requests, own) if own else max_requests
+        )
 
     def left_s(self) -> float | None:
         """Return the time that is left [seconds], None without a bound."""

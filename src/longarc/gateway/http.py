@@ -14,7 +14,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -197,7 +198,7 @@ class _Door:
         try:
             session = self._session(request)
             body = await self._body(request)
-            with boundary(ContractError, f"reading {dialect.name}"):
+            with boundary(ContractError, f"reading {dialect.name}"), _noted(session):
                 exchange, asking = self._read(request, session, body, dialect)
             if asking.request.streams:
                 streams = True
@@ -306,6 +307,16 @@ class _Door:
         except TimeoutError:
             raise too_slow(limit_s) from None
         return b"".join(chunks)
+
+
+@contextmanager
+def _noted(session: GatewaySession) -> Iterator[None]:
+    """Let the session know that its program asked for something that is not done here."""
+    try:
+        yield
+    except WireError as error:
+        session.last_refusal = error.message
+        raise
 
 
 def _model_card(name: str) -> dict[str, Any]:

@@ -231,11 +231,21 @@ class _Recogniser:
         is_side = quoted is not None and SegmentKind.SIDE in (quoted.hint, quoted.lineage.kind)
         return None if is_side else asked.carries
 
+    def _taken_over(self, asked: Asked) -> int | None:
+        """Return the turn whose answer a conversation opens with, quoted or as an answer of its own history."""
+        carries, echoes = self._carried(asked), asked.echoes
+        if carries is not None or echoes is None:
+            return carries
+        node = self._nodes[echoes]
+        is_request_alone = node.parent is None and node.asked is not None and not node.asked.tools
+        is_long = len(node.message.content) >= self._rules.min_quoted_chars
+        return echoes if is_request_alone and is_long and asked.tools else None
+
     def _mark_carried(self) -> None:
         """Make summaries of the turns whose answers open a later window of their agent."""
         for node in self._nodes:
             asked = node.asked
-            carries = None if asked is None else self._carried(asked)
+            carries = None if asked is None else self._taken_over(asked)
             if node.parent is not None or carries is None:
                 continue
             source, place = self._places[carries], self._places[node.index]

@@ -53,6 +53,12 @@ def recorded(
 
 def last_conversation(session: GatewaySession) -> tuple[Message, ...]:
     """Return the newest conversation of the main agent's work; empty where the session kept none."""
+    newest = newest_work(session)
+    return () if newest is None else conversation(session.turns(), newest)
+
+
+def newest_work(session: GatewaySession) -> int | None:
+    """Return the position among a session's turns of the main agent's newest one at work; None where there is none."""
     segments, turns = session.segments(), session.turns()
     at_work = [
         position
@@ -60,4 +66,4 @@ def last_conversation(session: GatewaySession) -> tuple[Message, ...]:
         if segments[turn.segment_order].kind is SegmentKind.EXEC
     ]
     main = [p for p in at_work if segments[turns[p].segment_order].parent_agent_id is None]
-    return conversation(turns, main[-1]) if main else ()
+    return main[-1] if main else None

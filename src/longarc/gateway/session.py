@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from longarc.errors import ConfigError, ContractError
+from longarc.errors import ConfigError, ContractError, EngineError
 from longarc.gateway.answers import Answer, pieces_of, turn_of, turn_seed
 from longarc.gateway.asked import Asked, asked
 from longarc.gateway.branches import segments_of, turns_of
@@ -39,7 +39,7 @@ from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
 from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
-from longarc.records.ports import AssistantTurn, ContextUse, Engine
+from longarc.records.ports import AssistantTurn, ContextExhausted, ContextUse, Engine
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.turn import Turn
@@ -91,6 +91,12 @@ class GatewaySession:
         self._repeats = Repeats(settings.repeat_window_s, self._stopwatch)
         self._scopes: set[asyncio.Timeout] = set()
         self._is_closed = False
+        self.last_failure: EngineError | ContextExhausted | None = None
+        """Why the last request that ended got no answer; None where it got one."""
+        self.last_refusal: str | None = None
+        """Why a door refused the last request before it was asked here; None where it did not."""
+        self.num_requests = 0
+        """Requests that came, answered or not."""
         self._next_serial = 0
         self._call_id_prefix = (
             f"call_{hashlib.blake2b(settings.session_id.encode(), digest_size=6).hexdigest()}"
@@ -167,6 +173,19 @@ class GatewaySession:
             ContractError: stored ids are not what the engine saw.
             ConfigError: there is no message, or the budget of the turn is not positive.
         """
+        self.num_requests += 1
+        self.last_refusal = None
+        try:
+            answer = await self._answer(messages, tools, options)
+        except (EngineError, ContextExhausted) as error:
+            self.last_failure = error
+            raise
+        self.last_failure = None
+        return answer
+
+    async def _answer(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: TurnOptions
+    ) -> Answer:
         self._check_open()
         messages = without_billing(messages)
         if not messages:
@@ -211,6 +230,10 @@ class GatewaySession:
     def turns(self) -> tuple[Turn, ...]:
         """What was said and answered, turn by turn, where clients own their contexts; also after closing."""
         return turns_of(self._tree, places(self._tree.nodes, self._settings.rules))
+
+    def limit_requests(self, max_requests: int) -> None:
+        """Answer so many requests at most from the opening on, beside what the session's budget says."""
+        self._meter.limit_requests(max_requests)
 
     def tools(self) -> tuple[ToolSpec, ...]:
         """The tools of the main agent's newest conversation, where clients own their contexts."""
@@ -314,6 +337,9 @@ class GatewaySession:
             # A new array: the prompt of an opening is shared.
             prompt = prompt + id_array(opening)
         wanted = turn_sampling(self._settings, self._format, options, num_prompt_tokens=len(prompt))
+        if self._settings.sampling.returns_routing_from is not None:
+            # What the parent has is of the passes that drew its tokens; of its last one it has nothing.
+            wanted = replace(wanted, returns_routing_from=max(0, built.num_stored - 1))
         granted = self._meter.hold(wanted.max_new_tokens)
         try:
             wanted = replace(
@@ -350,6 +376,7 @@ class GatewaySession:
             message=message,
             ids_digest=digest.digest(),
             kept_ids=completion.kept_ids,
+            routing=completion.routing,
             serial=serial,
             request=request_digest(options, body=False) or b"",
             body=options.body_digest or b"",

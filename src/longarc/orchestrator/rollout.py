@@ -12,7 +12,9 @@ A policy's failure is data and gets a reward; an environment's failure is noise 
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
@@ -35,15 +37,16 @@ from longarc.records.ports import (
     ContextExhausted,
     ContextUse,
     Env,
-    PolicyClient,
     PolicySession,
     SandboxBackend,
+    ServedPolicy,
     SessionFactory,
     TaskFamily,
 )
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
 from longarc.records.trajectory import Admission, EpisodeResult, Reward, Trajectory
+from longarc.records.turn import Turn
 
 Clock = Callable[[], float]
 """Returns the time [seconds since the epoch]."""
@@ -106,12 +109,31 @@ class Recall:
 class _WatchedPolicy:
     """The policy as the environment sees it; remembers the conversation, which a time-out would lose."""
 
-    policy: PolicyClient
+    policy: PolicySession
     messages: tuple[Message, ...]
-    num_calls: int = 0
-    num_turns: int = 0
-    engine_error: EngineError | None = None
-    """The last call's failure; kept because an environment may swallow it."""
+    _num_calls: int = 0
+    _num_turns: int = 0
+    _engine_error: EngineError | None = None
+    _served: ServedPolicy | None = None
+    """Set once a program speaks for the environment."""
+
+    @property
+    def num_calls(self) -> int:
+        """Requests, answered or not."""
+        return self._num_calls + (0 if self._served is None else self._served.num_requests)
+
+    @property
+    def engine_error(self) -> EngineError | None:
+        """The last request's failure; kept because an environment, or a program, may swallow it."""
+        return self._engine_error if self._served is None else self._served.engine_error
+
+    @asynccontextmanager
+    async def serve(
+        self, listener: socket.socket, *, max_requests: int
+    ) -> AsyncIterator[ServedPolicy]:
+        async with self.policy.serve(listener, max_requests=max_requests) as served:
+            self._served = served
+            yield served
 
     async def chat(
         self,
@@ -122,9 +144,9 @@ class _WatchedPolicy:
         tool_choice: Literal["auto", "none"] = "auto",
         lineage: Lineage | None = None,
     ) -> AssistantTurn:
-        self.num_calls += 1
+        self._num_calls += 1
         self.messages = tuple(messages)
-        self.engine_error = None
+        self._engine_error = None
         try:
             turn = await self.policy.chat(
                 messages,
@@ -134,9 +156,9 @@ class _WatchedPolicy:
                 lineage=lineage,
             )
         except EngineError as error:
-            self.engine_error = error
+            self._engine_error = error
             raise
-        self.num_turns += 1
+        self._num_turns += 1
         self.messages = (*self.messages, turn.message)
         return turn
 
@@ -146,7 +168,11 @@ class _WatchedPolicy:
         return self.policy.context_use(messages, tools=tools)
 
     def episode(self, outcome: Outcome) -> EpisodeResult:
-        return EpisodeResult(outcome=outcome, messages=self.messages, num_turns=self.num_turns)
+        messages, num_turns = self.messages, self._num_turns
+        if self._served is not None:
+            messages = self._served.conversation() or messages
+            num_turns += self._served.num_turns
+        return EpisodeResult(outcome=outcome, messages=messages, num_turns=num_turns)
 
 
 @dataclass(slots=True)
@@ -158,6 +184,8 @@ class _Course:
     spec: RolloutSpec
     episode: EpisodeResult | None = None
     segments: tuple[Segment, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
     reward: Reward | None = None
     failure: tuple[Outcome, str] | None = None
     """Set where the ending is not the policy's doing."""
@@ -186,13 +214,17 @@ class _Course:
         except (EngineError, SandboxError, RolloutError) as error:
             self.fail(_environment_outcome(error), error)
         finally:
-            self.segments = session.segments()
+            self.segments, self.turns, self.tools = (
+                session.segments(),
+                session.turns(),
+                session.tools(),
+            )
         if deadline.expired():
             self._time_out(policy)
         elif policy.engine_error is not None:
             self.fail(_environment_outcome(policy.engine_error), policy.engine_error)
         if not all(map(_is_finite, self.segments)):
-            self.segments = ()
+            self.segments, self.turns = (), ()
             self.fail(
                 Outcome.ENGINE_FAULT, "a sampled token has a log-probability that is not finite"
             )
@@ -305,13 +337,14 @@ def _record(course: _Course, *, started_at_s: float, duration_s: float) -> Traje
         reward_parts=course.reward.parts if course.reward else {},
         segments=course.segments,
         messages=episode.messages if episode else task.messages,
-        tools=task.tools,
+        tools=course.tools or task.tools,
         num_turns=episode.num_turns if episode else 0,
         difficulty=task.difficulty,
         started_at_s=started_at_s,
         duration_s=duration_s,
         error=error,
         info=episode.info if episode else {},
+        turns=course.turns,
     )
 
 

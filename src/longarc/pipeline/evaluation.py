@@ -202,7 +202,7 @@ class _Evaluation:
                     return None
                 admission = self._admission(stage, family, index, task, version)
                 trajectory = await run_rollout(
-                    admission, built, serve.gateway, serve.sandboxes, spec=spec, clock=time.time
+                    admission, built, serve.sessions, serve.sandboxes, spec=spec, clock=time.time
                 )
                 workspace.ledger.complete(trajectory, disposition=Disposition.EVALUATED)
                 return trajectory

@@ -71,7 +71,9 @@ async def run_gateway(
         ResourceError: the address or the directory cannot be had.
         EngineLostError: an engine does not answer.
     """
-    chat_format = _chat_format(settings)
+    chat_format = format_of(
+        settings.chat_format, settings.upstream.model_directory, template=settings.template
+    )
     with closing(TurnFiles(settings.sessions)) as files:
         listener = bound_socket(settings.host, settings.port)
         with closing(listener):
@@ -94,9 +96,19 @@ async def run_gateway(
                     await stop.wait()
 
 
-def _chat_format(settings: GatewaySettings) -> ChatFormat:
-    directory = settings.upstream.model_directory
-    template = None
-    if settings.chat_format == "template":
-        template = TemplateSource.read(settings.template or directory, values={}, date=None)
-    return make_chat_format(settings.chat_format, Tokenizer.load(directory), template=template)
+def format_of(name: str, directory: Path, *, template: Path | None) -> ChatFormat:
+    """Return a chat format over the tokenizer of a model's directory.
+
+    Args:
+        name: as ``format_name`` returns it.
+        directory: of the model.
+        template: a file or directory with the template, for ``template``; None takes the model's own.
+
+    Raises:
+        CheckpointError: the directory has no tokenizer, or one without the format's control tokens.
+        ConfigError: there is no such format or no template.
+    """
+    source = None
+    if name == "template":
+        source = TemplateSource.read(template or directory, values={}, date=None)
+    return make_chat_format(name, Tokenizer.load(directory), template=source)

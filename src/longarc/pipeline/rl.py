@@ -24,6 +24,7 @@ from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
 from longarc.gateway.core import Gateway
+from longarc.gateway.rollouts import RolloutSessions
 from longarc.orchestrator.loop import run_stage
 from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
@@ -99,7 +100,7 @@ async def reinforce(
                 Workers(
                     trainer=trainer,
                     engine=serve.engine,
-                    sessions=serve.gateway,
+                    sessions=serve.sessions,
                     sandboxes=serve.sandboxes,
                     ledger=workspace.ledger,
                     sinks=[workspace.sink],
@@ -121,6 +122,7 @@ class Serving:
     def __init__(self, engine: Engine, gateway: Gateway, sandboxes: BwrapBackend) -> None:
         self.engine = engine
         self.gateway = gateway
+        self.sessions = RolloutSessions(gateway)
         self.sandboxes = sandboxes
 
 
@@ -158,6 +160,7 @@ async def serving(
             config,
             loaded,
             max_context_tokens=rollout.max_context_tokens,
+            routing_replay=rollout.routing_replay,
             seed=workspace.recipe.seed,
         )
     else:
@@ -169,6 +172,7 @@ async def serving(
             num_threads=num_threads,
             seed=workspace.recipe.seed,
             token_bytes=workspace.tokenizer().token_bytes,
+            records_routing=rollout.routing_replay,
         )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
@@ -195,6 +199,7 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         returns_kept_ids=True,
+        returns_routing_from=None if rollout.routing_replay == "none" else 0,
         on_update=rollout.on_update,
         stop_ids=gateway.chat_format.stop_ids,
     )
@@ -238,11 +243,18 @@ def trainer_spec(
         activations=config.activations,
         temperature=config.rollout.temperature,
         router_bias_rate=0.0,
+        routing_replay=config.rollout.routing_replay,
         num_threads=recipe.threads if takes_turns(config) else recipe.trainer_threads,
         teachers=teachers,
     )
     if isinstance(config, RlConfig):
-        spec = replace(spec, advantage=config.advantage, router_bias_rate=config.router_bias_rate)
+        spec = replace(
+            spec,
+            advantage=config.advantage,
+            running_mean_window=config.running_mean_window or spec.running_mean_window,
+            overlong=config.overlong,
+            router_bias_rate=config.router_bias_rate,
+        )
     return spec
 
 

@@ -72,7 +72,7 @@ async def serve(
         ResourceError: the address cannot be had.
         EngineError: the engine failed; its sessions are recorded.
     """
-    stage = _asked(workspace, settings.stage)
+    stage = served_stage(workspace, settings.stage)
     loaded = workspace.load(workspace.final(stage))
     rollout = _rollout(settings, loaded)
     listener = bound_socket(settings.host, settings.port)
@@ -188,7 +188,12 @@ def _rollout(settings: ServeSettings, loaded: Loaded) -> RolloutConfig:
         )
 
 
-def _asked(workspace: Workspace, stage: str | None) -> str:
+def served_stage(workspace: Workspace, stage: str | None) -> str:
+    """Return the stage whose final checkpoint is served: the asked one, or the newest that is finished.
+
+    Raises:
+        ConfigError: no stage is finished, or the asked one is not.
+    """
     finished = [
         name
         for name, config in workspace.recipe.stages.items()

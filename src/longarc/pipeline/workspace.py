@@ -19,6 +19,7 @@ from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model
 from longarc.models.decoder_base import Decoder
 from longarc.models.hf_weights import load_pretrained_dir, load_weights, save_weights
+from longarc.pipeline.harness import played_by
 from longarc.records.metric import Metric, combine
 from longarc.records.ports import MetricSink, Progress, TaskFamily
 from longarc.runs.checkpoint import Manifest, read_manifest, verify
@@ -177,12 +178,8 @@ class Workspace:
         }
 
     def families(self, shares: Mapping[str, TaskShare]) -> dict[str, TaskFamily]:
-        """Build the task families of a stage: the recipe's settings under the stage's own."""
-        return {name: self.family(name, share) for name, share in shares.items()}
-
-    def family(self, name: str, share: TaskShare) -> TaskFamily:
-        """Build one task family; see :func:`task_family`."""
-        return task_family(self.recipe, name, share)
+        """Build the task families of a stage's rollouts; see :func:`rollout_family`."""
+        return {name: rollout_family(self.recipe, name, share) for name, share in shares.items()}
 
     def record(self, stage: str, step: int, num_steps: int, metrics: Sequence[Metric]) -> None:
         """Write the metrics of 1-based ``step`` and show them."""
@@ -206,8 +203,35 @@ def _tokenizer_digest(path: Path, modified_ns: int) -> str:
     return Tokenizer.load(path).digest
 
 
+def rollout_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
+    """Build one task family of a stage whose tasks are worked on: by the recipe's harness where it names one.
+
+    Raises:
+        ConfigError: as ``task_family``, or the harness is wrong or not installed.
+    """
+    family, harness = task_family(recipe, name, share), recipe.tasks[name].harness
+    if harness is None:
+        return family
+    return played_by(harness, family, where=f"tasks.{name}.harness")
+
+
 def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
-    """Build one task family of a stage.
+    """Build one task family of a stage that samples, as it is without a harness.
+
+    Raises:
+        ConfigError: the import path is wrong, the family refuses its settings, or it has no tasks.
+    """
+    family = family_object(recipe, name, share)
+    if not isinstance(family, TaskFamily):
+        raise ConfigError(
+            f"tasks.{name}: {recipe.tasks[name].path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
+            f"and grade() (longarc.records.ports). What only has demonstration() is for sft"
+        )
+    return family
+
+
+def family_object(recipe: Recipe, name: str, share: TaskShare) -> object:
+    """Build what a recipe names as a task family: the recipe's settings under the stage's own.
 
     Raises:
         ConfigError: the import path is wrong, or the family refuses its settings.
@@ -216,13 +240,7 @@ def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
     settings = {**config.settings, **share.settings}
     factory = load_object(config.path, kind=type)
     with boundary(ConfigError, f"tasks.{name}: {config.path} with settings {settings}"):
-        family = factory(**settings)
-    if not isinstance(family, TaskFamily):
-        raise ConfigError(
-            f"tasks.{name}: {config.path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
-            f"and grade() (longarc.records.ports)"
-        )
-    return family
+        return factory(**settings)
 
 
 def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) -> Loaded:

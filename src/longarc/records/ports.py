@@ -7,22 +7,28 @@ other; ``pipeline`` gives each one an object that satisfies them.
 
     orchestrator --SessionFactory--> gateway --Engine--> engine
          |  \\--TaskFamily, Env, Grader--> envs --SandboxBackend--> sandbox
-         |                                  \\--PolicyClient--> gateway
+         |                                  |\\--PolicyClient--> gateway
+         |                                  \\--ServablePolicy--> gateway <--chat APIs-- a program in the box
          \\--Trainer--> trainer
 """
 
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from longarc.errors import EngineError
 from longarc.records.batch import Batch, StepReport
 from longarc.records.lineage import Lineage
-from longarc.records.message import Message, ToolSpec
+from longarc.records.message import Json, Message, ToolSpec
 from longarc.records.metric import Metric
+from longarc.records.outcome import Outcome
 from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
 from longarc.records.segment import Segment
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult, Reward
+from longarc.records.turn import Turn
 
 
 @runtime_checkable
@@ -121,8 +127,86 @@ class PolicyClient(Protocol):
         ...
 
 
-class PolicySession(PolicyClient, Protocol):
+class ServedPolicy(Protocol):
+    """A policy that a program reaches over HTTP, while it is served and after."""
+
+    @property
+    def base_url(self) -> str:
+        """Where the program sends its requests, without ``/v1``; the session's key is part of it."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The same key, for programs that want one."""
+        ...
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Prompt and answer together [tokens]."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of one answer [tokens]."""
+        ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that came, answered or not."""
+        ...
+
+    @property
+    def num_turns(self) -> int:
+        """Requests that were answered."""
+        ...
+
+    @property
+    def exhausted(self) -> Outcome | None:
+        """``truncated_tokens`` or ``truncated_turns`` where the last request found no room or no budget, or the main
+        agent's newest answer was cut; None where the program ended by itself."""
+        ...
+
+    @property
+    def engine_error(self) -> EngineError | None:
+        """What the last request failed of, if the engine failed it."""
+        ...
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the last request was refused, where it asked for something that is not done here."""
+        ...
+
+    def conversation(self) -> tuple[Message, ...]:
+        """Return the main agent's conversation up to its newest answer; empty before the first."""
+        ...
+
+
+@runtime_checkable
+class ServablePolicy(PolicyClient, Protocol):
+    """A policy that can also be reached by programs that speak a chat API."""
+
+    def serve(
+        self, listener: socket.socket, *, max_requests: int
+    ) -> AbstractAsyncContextManager[ServedPolicy]:
+        """Answer the requests that come to a listening socket, which is closed at the end.
+
+        Args:
+            listener: where programs connect to.
+            max_requests: requests that are answered at most; further ones are refused for good.
+        """
+        ...
+
+
+class PolicySession(ServablePolicy, Protocol):
     """One rollout's session: a client, and afterwards the exact segments."""
+
+    def turns(self) -> tuple[Turn, ...]:
+        """What was said and answered turn by turn, where a program owns its context; empty elsewhere."""
+        ...
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the main agent's newest conversation, where a program owns its context; empty elsewhere."""
+        ...
 
     def segments(self) -> tuple[Segment, ...]:
         """Everything the engine saw and sampled in this session, as training segments."""
@@ -168,9 +252,13 @@ class SandboxSpec:
     memory_bytes: int = 1 << 30
     disk_bytes: int = 64 << 20
     num_processes: int = 64
+    num_open_files: int = 256
+    """Descriptors that one process may have open."""
     output_bytes: int = 1 << 16
     """Output of one command that is kept [bytes]."""
     lifetime_s: float = 600.0
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Files and folders of the host that can be read in the box, by their path there, which begins with ``/opt/``."""
 
 
 class Sandbox(Protocol):
@@ -188,6 +276,14 @@ class Sandbox(Protocol):
 
     async def read(self, path: str) -> bytes:
         """Read a file; relative paths start at the workspace."""
+        ...
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on 127.0.0.1 of the box, where nothing of the host can be reached otherwise.
+
+        Args:
+            port: what programs in the box connect to.
+        """
         ...
 
     async def close(self) -> None:
@@ -216,6 +312,46 @@ class Env(Protocol):
 
     async def run(self, policy: PolicyClient) -> EpisodeResult:
         """Let the policy act until the episode is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessResult:
+    """How a program ended that worked on a task."""
+
+    run: ExecResult
+    answer: str | None = None
+    """What the program gives out as its result; None where that is the policy's last message."""
+
+
+@runtime_checkable
+class Harness(Protocol):
+    """A program that owns its agent loop and speaks a chat API: what ``harness = ...`` of a recipe names."""
+
+    @property
+    def name(self) -> str:
+        """For messages and records."""
+        ...
+
+    @property
+    def shown(self) -> Mapping[str, str]:
+        """What a box has to show of the host for the program to run; see ``SandboxSpec.shown``."""
+        ...
+
+    async def run(
+        self, prompt: str, *, policy: ServedPolicy, sandbox: Sandbox, timeout_s: float
+    ) -> HarnessResult:
+        """Run the program in the box until it ends.
+
+        Args:
+            prompt: the task, for a person to read.
+            policy: where the program sends its requests.
+            sandbox: the box, with the task's files in its workspace.
+            timeout_s: how long the program may take [seconds].
+
+        Raises:
+            SandboxError: the box was lost.
+        """
         ...
 
 
@@ -249,6 +385,24 @@ class TaskFamily(TaskSource, Grader, Protocol):
 
     def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
         """Make the environment of one rollout."""
+        ...
+
+
+@runtime_checkable
+class HasWorkspace(Protocol):
+    """A task family whose tasks come with files, so that a harness can work on them."""
+
+    def workspace(self, task: Task) -> Mapping[str, bytes]:
+        """Return the files of a task by relative path."""
+        ...
+
+
+@runtime_checkable
+class HasInspection(Protocol):
+    """A task family that grades what a harness left behind."""
+
+    async def inspect(self, task: Task, sandbox: Sandbox) -> Mapping[str, Json]:
+        """Look at the box before it is closed; what is returned joins ``EpisodeResult.info``, for ``grade``."""
         ...
 
 

@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[3]
 
 def pages() -> list[Path]:
     """Return every Markdown file of the project."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    folders = (ROOT / "docs", ROOT / "examples")
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *(page for f in folders for page in sorted(f.rglob("*.md"))),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,15 +35,25 @@ def code_lines(path: Path) -> int:
     return sum(map(bool, is_code)) - sum(bool(line.strip()) for line in docstring.splitlines())
 
 
-@pytest.mark.parametrize("name", ["own_env.py", "own_loss.py"])
+@pytest.mark.parametrize("name", ["own_env.py", "own_loss.py", "own_agent.py"])
 def test_an_example_has_at_most_20_lines_of_code(name):
     assert 5 < code_lines(EXAMPLES / name) <= 20
 
 
-@pytest.mark.parametrize("name", ["own_env.toml", "own_loss.toml"])
+@pytest.mark.parametrize("name", ["own_env.toml", "own_loss.toml", "own_agent.toml"])
 def test_an_example_recipe_is_valid(name):
     recipe = load_settings(Recipe, EXAMPLES / name, overrides=[])
     assert next(iter(recipe.stages.values())).kind == "pretrain"
+
+
+def test_the_walk_shows_the_recipe_as_it_is_in_ten_lines():
+    recipe = (EXAMPLES / "train_claude_code.toml").read_text(encoding="utf-8")
+    assert f"```toml\n{recipe}```" in (EXAMPLES / "train_claude_code.md").read_text(
+        encoding="utf-8"
+    )
+    assert len(recipe.splitlines()) <= 10
+    stages = load_settings(Recipe, EXAMPLES / "train_claude_code.toml", overrides=[]).stages
+    assert [stage.kind for stage in stages.values()] == ["agentic_rl", "eval"]
 
 
 def test_the_family_satisfies_its_protocol_and_a_cursor_goes_on():
@@ -75,6 +85,7 @@ def inputs(policy, *, behaviour, train_mask):
         advantages=torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64),
         train_mask=torch.tensor(train_mask),
         token_weights=torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64),
+        sequence_ids=torch.tensor([0, 0, 0]),
     )
 
 

@@ -119,6 +119,30 @@ async def test_a_summariser_with_a_prompt_of_its_own_is_a_summary_of_the_agent_w
     ]
 
 
+async def test_a_summary_may_come_back_as_an_answer_of_the_next_window():
+    client = Client(CALL, SUMMARY, "done")
+    await client.ask([system("sys"), user("find it")])
+    told = [system("Fasse zusammen."), user("[User]: find it [Tool result]: a")]
+    await client.ask(told, tools=())
+    assert client.segments()[-1].kind is SIDE, "so far nobody has taken anything from it"
+    answer = client.session.turns()[-1].answer
+    await client.ask([system("sys"), user("What did we do so far?"), answer, user("Go on.")])
+    assert story(client.segments()) == [
+        (EXEC, "main", 0, None),
+        (SUM, "main", 0, 0),
+        (EXEC, "main", 1, 1),
+    ]
+
+
+async def test_a_short_answer_beside_the_work_is_no_summary_where_the_work_says_the_same():
+    client = Client(CALL, "yes", "done")
+    await client.ask([system("sys"), user("find it")])
+    await client.ask([user("quota?")], tools=())
+    answer = client.session.turns()[-1].answer
+    await client.ask([system("sys"), user("Is it there?"), answer, user("Go on.")])
+    assert [s.kind for s in client.segments()] == [EXEC, SIDE, EXEC]
+
+
 async def test_a_history_without_its_old_observations_is_the_next_window_of_its_agent():
     client = Client(CALL, CALL, "done")
     history = await client.ask([system("sys"), user("find it")])

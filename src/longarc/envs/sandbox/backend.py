@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 from longarc.envs.sandbox.box import BwrapSandbox, Vessel
 from longarc.envs.sandbox.bubblewrap import explain
-from longarc.envs.sandbox.host import Host, look_up_host
+from longarc.envs.sandbox.host import Host, check_can_be_shown, look_up_host
 from longarc.envs.sandbox.spawn import Spawned, spawn
 from longarc.errors import ConfigError, LongArcError, ResourceError, SandboxError
 from longarc.records.ports import SandboxSpec
 
 START_TIMEOUT_S = 60.0
-NUM_OPEN_FILES = 256
+SHOWN_ROOT = "/opt/"
 MAX_OUTPUT_BYTES = 16 << 20
 PAGE_BYTES = 4096
-_Limits = tuple[int, int, int]
-"""What a vessel is made for: disk [bytes], memory [bytes], number of processes."""
+_Limits = tuple[int, int, int, int, frozenset[tuple[str, str]]]
+"""What a vessel is made for: disk [bytes], memory [bytes], processes, open files, what is shown of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class BwrapBackend:
     async def _create(self, spec: SandboxSpec, setup: list[bytes]) -> BwrapSandbox:
         try:
             await self._make_room()
-            spawned = await self._spawn(spec.disk_bytes)
+            spawned = await self._spawn(spec)
         except BaseException:
             self._places.release()
             raise
@@ -202,9 +202,9 @@ class BwrapBackend:
         if self._is_closed:
             raise SandboxError("the sandbox backend is closed; make a new one for further boxes")
 
-    async def _spawn(self, disk_bytes: int) -> Spawned:
+    async def _spawn(self, spec: SandboxSpec) -> Spawned:
         self._refuse_if_closed()
-        spawning = self._spawner.submit(self._spawn_blocking, disk_bytes)
+        spawning = self._spawner.submit(self._spawn_blocking, spec)
         try:
             return await asyncio.wrap_future(spawning)
         except asyncio.CancelledError:
@@ -214,10 +214,12 @@ class BwrapBackend:
                 self._spawner.submit(_discard, spawning)
             raise
 
-    def _spawn_blocking(self, disk_bytes: int) -> Spawned:
+    def _spawn_blocking(self, spec: SandboxSpec) -> Spawned:
         if self._host is None:
             self._host = look_up_host(self._candidates)
-        return spawn(self._host, disk_bytes=disk_bytes)
+        for path in spec.shown.values():
+            check_can_be_shown(self._host, path)
+        return spawn(self._host, disk_bytes=spec.disk_bytes, shown=spec.shown)
 
     def _num_idle(self) -> int:
         return len(self._cleaning) + sum(map(len, self._idle.values()))
@@ -260,15 +262,22 @@ def setup_request(spec: SandboxSpec, *, kernel: str | None = None) -> list[bytes
         ("memory_bytes", spec.memory_bytes, 64 << 20, 1 << 50),
         ("disk_bytes", spec.disk_bytes, 64 << 10, 1 << 50),
         ("num_processes", spec.num_processes, 4, 1 << 20),
+        ("num_open_files", spec.num_open_files, 16, 1 << 20),
         ("output_bytes", spec.output_bytes, 1, min(MAX_OUTPUT_BYTES, spec.memory_bytes // 8)),
     ):
         if not minimum <= value <= maximum:
             raise ConfigError(f"SandboxSpec.{name} is {value}; allowed is {minimum} to {maximum}")
     if not spec.lifetime_s > 0:
         raise ConfigError(f"SandboxSpec.lifetime_s is {spec.lifetime_s}; it must be above 0")
+    for path in spec.shown:
+        if posixpath.normpath(path) != path or not path.startswith(SHOWN_ROOT) or "\0" in path:
+            raise ConfigError(
+                f"SandboxSpec.shown has {path!r} as a path in the box; allowed are plain paths below {SHOWN_ROOT}, "
+                f"such as '/opt/agent'"
+            )
     limits = {
         "RLIMIT_FSIZE": spec.disk_bytes,
-        "RLIMIT_NOFILE": NUM_OPEN_FILES,
+        "RLIMIT_NOFILE": spec.num_open_files,
         "RLIMIT_CORE": 0,
         "RLIMIT_DATA": spec.memory_bytes,
     }
@@ -312,7 +321,13 @@ def _kernel_version(release: str) -> tuple[int, ...]:
 
 
 def _limits(spec: SandboxSpec) -> _Limits:
-    return spec.disk_bytes, spec.memory_bytes, spec.num_processes
+    return (
+        spec.disk_bytes,
+        spec.memory_bytes,
+        spec.num_processes,
+        spec.num_open_files,
+        frozenset(spec.shown.items()),
+    )
 
 
 async def _end_idle(vessel: Vessel) -> None:

@@ -2,8 +2,8 @@
 
 ::
 
-    exec/read/write --frame--> socketpair --> execd (process 1 of the box)
-                    <--frame--
+    exec/read/write/listen --frame--> socketpair --> execd (process 1 of the box)
+                           <--frame--
     close: kills execd; the kernel ends the rest of the box; the pidfd of execd becomes readable;
            both bwraps follow and are reaped
 
@@ -15,6 +15,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -100,6 +101,7 @@ class BwrapSandbox:
         self._why_lost: str | None = None
         self._closing: asyncio.Future[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._listeners: list[socket.socket] = []
 
     def expire_after(self, seconds: float) -> None:
         """End the box when its lifetime [seconds] is over; the command that runs then is timed out."""
@@ -164,6 +166,36 @@ class BwrapSandbox:
         (data,) = await self.request(request, timeout_s=REPLY_GRACE_S)
         return data
 
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on 127.0.0.1:``port`` of the box; whoever has it is all that the box can reach.
+
+        Close it before the box: a box with a port that is open is not used again.
+
+        Raises:
+            OSError: a program of the box has the port.
+            SandboxError: the box is lost, or sent something else than a listening socket.
+        """
+        if not 1 <= port <= 65535:
+            raise ValueError(f"port is {port}; allowed is 1 to 65535")
+        await self.request([b"listen", b"%d" % port], timeout_s=REPLY_GRACE_S)
+        descriptor = self._connection.take_descriptor()
+        try:
+            listener = None if descriptor is None else socket.socket(fileno=descriptor)
+        except OSError as error:  # no socket at all
+            os.close(descriptor or 0)
+            raise SandboxError(self._no_listener()) from error
+        if listener is None or not _is_listening(listener):
+            if listener is not None:
+                listener.close()
+            raise SandboxError(self._no_listener())
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        return listener
+
+    def _no_listener(self) -> str:
+        self._lose("it sent something else than a listening socket")
+        return f"box {self.id} sent something else than a listening socket; open a new one"
+
     async def close(self) -> None:
         """End every process of the box and remove all it wrote; a second call waits for the first."""
         if self._closing is None:
@@ -213,7 +245,9 @@ class BwrapSandbox:
     async def _close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        is_kept = not self._turn.locked() and self._may_keep(self) and await self._cleaned()
+        # A port that somebody still holds would be taken in the next life of the box.
+        is_idle = not self._turn.locked() and all(sock.fileno() < 0 for sock in self._listeners)
+        is_kept = is_idle and self._may_keep(self) and await self._cleaned()
         if self._why_lost is None:
             self._why_lost = "it was closed"
         try:
@@ -231,6 +265,15 @@ class BwrapSandbox:
         except (OSError, SandboxError):
             return False
         return True
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    """Whether it is what was asked for: the box is not trusted."""
+    return (
+        sock.family == socket.AF_INET
+        and sock.type == socket.SOCK_STREAM
+        and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    )
 
 
 def _encoded(text: str) -> bytes:

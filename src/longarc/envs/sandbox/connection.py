@@ -13,6 +13,7 @@ command. So what the other side sends while nobody waits is noticed, and ends th
 
 import asyncio
 import errno
+import os
 import socket
 
 from longarc.envs.sandbox.wire import U32
@@ -33,6 +34,7 @@ class Connection:
         self._reply: asyncio.Future[bytes | None] | None = None
         """What ``exchange`` waits for; None tells it that nothing will come."""
         self._received = bytearray()
+        self._descriptor: int | None = None
         self._why_over = ""
 
     async def exchange(self, frame: bytes) -> bytes:
@@ -48,6 +50,7 @@ class Connection:
         if self._watching is None:
             loop.add_reader(self._sock.fileno(), self._take)
             self._watching = loop
+        self._drop_descriptor()
         reply: asyncio.Future[bytes | None] = loop.create_future()
         self._reply = reply
         try:
@@ -58,6 +61,11 @@ class Connection:
         if body is None:
             raise SandboxError(self._why_over)
         return body
+
+    def take_descriptor(self) -> int | None:
+        """Return the descriptor that came with the last answer, which is the caller's from then on."""
+        taken, self._descriptor = self._descriptor, None
+        return taken
 
     def shut_down(self) -> None:
         """End the conversation in both directions; whoever waits for an answer is told."""
@@ -70,12 +78,20 @@ class Connection:
     def close(self) -> None:
         """Give the socket back."""
         self._end("the connection is closed")
+        self._drop_descriptor()
         self._sock.close()
 
     def _take(self) -> None:
         """Take what has arrived; the event loop calls this."""
         try:
-            body = self._add(self._sock.recv(RECEIVE_BYTES))
+            # The kernel closes descriptors beyond the one that there is room for.
+            part, descriptors, _, _ = socket.recv_fds(
+                self._sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            if descriptors:
+                self._drop_descriptor()
+                self._descriptor = descriptors[0]
+            body = self._add(part)
         except BlockingIOError:
             return
         except (OSError, SandboxError) as error:
@@ -104,6 +120,10 @@ class Connection:
         body = bytes(self._received[U32.size :])
         self._received.clear()
         return body
+
+    def _drop_descriptor(self) -> None:
+        if (left := self.take_descriptor()) is not None:
+            os.close(left)
 
     def _end(self, why: str) -> None:
         self._why_over = self._why_over or why

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longarc.envs.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
-from longarc.errors import SandboxError
+from longarc.errors import ConfigError, SandboxError
 
 SANDBOX_UID = 64_000
 """User and group that boxes run as when LongArc itself runs as root; belongs to nobody on Debian."""
@@ -84,6 +84,27 @@ def look_up_host(bwrap_candidates: Sequence[str] | None = None) -> Host:
     )
 
 
+def check_can_be_shown(host: Host, path: str) -> None:
+    """Refuse a path that a box cannot show.
+
+    Raises:
+        ConfigError: it does not exist, the user of the box may not read it, or the box's own files cover it.
+    """
+    place = Path(path)
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{path} does not exist or cannot be read, so a box cannot show it")
+    if host.setpriv is not None and not _readable_by_all(place):
+        raise ConfigError(
+            f"{path} cannot be read by uid {host.uid}, as which boxes run when LongArc runs as root: install it where "
+            f"every user may read it (below /opt or /srv, or chmod o+rX the folders above it), or run LongArc as the "
+            f"user who owns it"
+        )
+    if (str(place.resolve()) + "/").startswith(host.scratch + "/"):
+        raise ConfigError(
+            f"{path} lies below {host.scratch}, over which a box mounts its own files; install it elsewhere"
+        )
+
+
 def _box_python(*, for_other_user: bool) -> tuple[str, str | None]:
     if os.access(SYSTEM_PYTHON, os.X_OK):
         return SYSTEM_PYTHON, None
@@ -123,6 +144,14 @@ def _open_to_all(path: Path) -> bool:
     """Whether any user may run ``path``: every folder above it and the file have o+x."""
     resolved = path.resolve()
     return all(part.stat().st_mode & stat.S_IXOTH for part in (resolved, *resolved.parents))
+
+
+def _readable_by_all(path: Path) -> bool:
+    """Whether any user may read ``path``: every folder above it has o+x, itself o+r, and o+x where it is a folder."""
+    resolved = path.resolve()
+    own = stat.S_IROTH | (stat.S_IXOTH if resolved.is_dir() else 0)
+    is_open = all(folder.stat().st_mode & stat.S_IXOTH for folder in resolved.parents)
+    return is_open and resolved.stat().st_mode & own == own
 
 
 def _scratch(*, shown: str | None) -> str:

@@ -5,6 +5,7 @@
     outer bwrap   the host's tree; one tmpfs of disk_bytes over SCRATCH, with folders in it
       inner bwrap   all namespaces, no capabilities, seccomp; a new root:
         /usr, parts of /etc    the host's, read-only
+        /opt/...               what the spec shows of the host, read-only
         /workspace /tmp /home/agent /dev/shm    folders of the outer tmpfs: one quota for all
         /, /dev, /proc         read-only
 
@@ -53,13 +54,16 @@ def outer_options(host: Host, *, disk_bytes: int) -> list[str]:
     return options
 
 
-def inner_options(host: Host, *, data_fds: Mapping[str, int], seccomp_fd: int) -> list[str]:
+def inner_options(
+    host: Host, *, data_fds: Mapping[str, int], seccomp_fd: int, shown: Mapping[str, str]
+) -> list[str]:
     """Return the options of the call that makes the box.
 
     Args:
         host: what the machine offers.
         data_fds: contents of the files that exist in the box only, by path.
         seccomp_fd: the filter program.
+        shown: what else can be read of the host, by its path in the box.
     """
     options = [f"--unshare-{name}" for name in NAMESPACES]
     options += ["--disable-userns", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
@@ -75,6 +79,8 @@ def inner_options(host: Host, *, data_fds: Mapping[str, int], seccomp_fd: int) -
     options += ["--symlink", "../tmp", "/var/tmp"]
     if host.python_prefix is not None:  # after the writable places: it may lie under one of them
         options += ["--ro-bind", host.python_prefix, host.python_prefix]
+    for path, source in shown.items():
+        options += ["--ro-bind", source, path]
     for folder in host.hidden_folders:
         options += ["--ro-bind", f"{host.scratch}/none", folder]
     for path in MASKED_PROC:

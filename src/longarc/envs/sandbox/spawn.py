@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -67,8 +67,13 @@ class Spawned:
             self.process.wait()
 
 
-def spawn(host: Host, *, disk_bytes: int) -> Spawned:
+def spawn(host: Host, *, disk_bytes: int, shown: Mapping[str, str]) -> Spawned:
     """Start one box; blocks for about a millisecond.
+
+    Args:
+        host: what the machine offers.
+        disk_bytes: what the box may write.
+        shown: what can be read in it of the host besides, by its path in the box.
 
     Raises:
         SandboxError: the operating system refused to start the first program.
@@ -79,7 +84,9 @@ def spawn(host: Host, *, disk_bytes: int) -> Spawned:
     try:
         with _descriptors() as open_fd, theirs:
             options = outer_options(host, disk_bytes=disk_bytes)
-            command = _command(host, open_fd, options, server_fd=theirs.fileno(), info_fd=info)
+            command = _command(
+                host, open_fd, options, shown, server_fd=theirs.fileno(), info_fd=info
+            )
             environment = {"PATH": "/usr/bin:/bin"}
             if host.bubblewrap.libraries is not None:
                 libraries = open_fd.path(host.bubblewrap.libraries, os.O_PATH | os.O_DIRECTORY)
@@ -137,7 +144,13 @@ def _descriptors() -> Iterator[_Descriptors]:
 
 
 def _command(
-    host: Host, open_fd: _Descriptors, outer: Sequence[str], *, server_fd: int, info_fd: int
+    host: Host,
+    open_fd: _Descriptors,
+    outer: Sequence[str],
+    shown: Mapping[str, str],
+    *,
+    server_fd: int,
+    info_fd: int,
 ) -> list[str]:
     bwrap = f"/proc/self/fd/{open_fd.path(host.bubblewrap.path, os.O_RDONLY)}"
     contents = {**IDENTITY_FILES, SERVER_PATH: host.server}
@@ -145,6 +158,7 @@ def _command(
         host,
         data_fds={path: open_fd.data(content) for path, content in contents.items()},
         seccomp_fd=open_fd.data(seccomp_program()),
+        shown=shown,
     )
     command = []
     if host.setpriv is not None:

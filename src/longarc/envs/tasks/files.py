@@ -136,10 +136,17 @@ class Files:
                 },
             )
 
+    def workspace(self, task: Task) -> Mapping[str, bytes]:
+        """Return the tree."""
+        files = (task.data or {})["files"]
+        assert isinstance(files, Mapping)
+        return {path: str(text).encode() for path, text in files.items()}
+
     def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
         """Make the environment of one rollout; nothing in it is random."""
         return _FilesEnv(
             task=task,
+            files=self.workspace(task),
             sandboxes=sandboxes,
             max_turns=self.settings.max_turns,
             command_timeout_s=self.settings.command_timeout_s,
@@ -256,6 +263,7 @@ class _FilesEnv:
     """One rollout: a box with the tree, and the agent loop around it."""
 
     task: Task
+    files: Mapping[str, bytes]
     sandboxes: SandboxBackend
     max_turns: int
     command_timeout_s: float
@@ -264,9 +272,7 @@ class _FilesEnv:
 
     async def run(self, policy: PolicyClient) -> EpisodeResult:
         """Let the policy follow the trail."""
-        files = (self.task.data or {})["files"]
-        assert isinstance(files, Mapping)
-        spec = SandboxSpec(files={path: str(text).encode() for path, text in files.items()})
+        spec = SandboxSpec(files=self.files)
         try:
             sandbox = await self.sandboxes.create(spec)
         except SandboxError as error:

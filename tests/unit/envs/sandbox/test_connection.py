@@ -1,6 +1,7 @@
 """The host's end of the socket: what the other side sends is not trusted."""
 
 import asyncio
+import os
 import socket
 
 import pytest
@@ -93,3 +94,31 @@ async def test_shutting_down_ends_a_frame_that_cannot_be_sent(ends):
     connection.shut_down()
     with pytest.raises((SandboxError, OSError)):
         await waiting
+
+
+async def test_a_descriptor_comes_with_an_answer_and_is_closed_where_nobody_takes_it(
+    ends, tmp_path
+):
+    connection, theirs = ends
+    loop = asyncio.get_running_loop()
+
+    async def given(*numbers: int) -> bytes:
+        waiting = asyncio.ensure_future(connection.exchange(b"ask"))
+        await loop.sock_recv(theirs, 3)
+        socket.send_fds(theirs, [pack([b"ok"])], numbers)
+        return await waiting
+
+    with (tmp_path / "file").open("w") as file:
+        assert connection.take_descriptor() is None
+        await given(file.fileno())
+        taken = connection.take_descriptor()
+        assert os.path.samefile(f"/proc/self/fd/{taken}", tmp_path / "file")
+        os.close(taken)
+        before = set(os.listdir("/proc/self/fd"))
+        await given(file.fileno())
+        await given(file.fileno(), file.fileno(), file.fileno())
+        await answered(connection, theirs, pack([b"ok"]))
+        assert set(os.listdir("/proc/self/fd")) == before
+        await given(file.fileno())
+        connection.close()
+        assert len(os.listdir("/proc/self/fd")) == len(before) - 1  # the connection's own
