@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from longarc.algos.protocols import AdvantageFn
 from longarc.errors import ContractError
 from longarc.records.batch import Batch
@@ -14,14 +17,18 @@ Reduction: TypeAlias = Literal["token_mean", "sequence_mean"]
 """token_mean: every trained token counts alike (GLM-5 eq. 3); sequence_mean: every trajectory does (eq. 1)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Column: TypeAlias = npt.NDArray[np.float64]
+"""One number per token of a segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainItem:
     """One segment with everything the loss needs beside its tokens."""
 
     trajectory: Trajectory
     segment: Segment
-    advantage: float
-    """Of every trained token of the segment; 0 where a teacher gives one per token instead."""
+    advantages: Column
+    """Of every token of the segment, read where it is trained; 0 where a teacher or a critic gives them instead."""
     token_weight: float
     """Multiplicity, or multiplicity / |y|, where |y| are the trained tokens of the whole trajectory."""
 
@@ -37,7 +44,7 @@ def train_items(
     Args:
         batch: what the step consumes.
         reduction: decides the token weights.
-        advantage_fn: from the rewards of a whole group to advantages; None where a teacher gives them.
+        advantage_fn: from the rewards of a whole group to advantages; None where a teacher or a critic gives them.
 
     Raises:
         ContractError: a group is malformed, a trajectory has no reward, or nothing is trained.
@@ -58,7 +65,7 @@ def train_items(
                 TrainItem(
                     trajectory=trajectory,
                     segment=segment,
-                    advantage=advantage,
+                    advantages=np.full(len(segment.token_ids), advantage),
                     token_weight=float(weight),
                 )
                 for segment in trajectory.segments
