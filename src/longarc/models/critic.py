@@ -40,8 +40,8 @@ class Critic(nn.Module):
         """
         super().__init__()
         backbone.lm_head = None
-        if getattr(backbone, "mtp", None) is not None:
-            backbone.mtp = None
+        if "mtp" in dict(backbone.named_children()):
+            setattr(backbone, "mtp", None)  # noqa: B010 - not every decoder has such a layer
         self.backbone = backbone
         weight = backbone.output_weight
         self.value_head = nn.Linear(

@@ -242,7 +242,13 @@ def trainer_spec(
         teachers=teachers,
     )
     if isinstance(config, RlConfig):
-        spec = replace(spec, advantage=config.advantage, router_bias_rate=config.router_bias_rate)
+        spec = replace(
+            spec,
+            advantage=config.advantage,
+            running_mean_window=config.running_mean_window or spec.running_mean_window,
+            overlong=config.overlong,
+            router_bias_rate=config.router_bias_rate,
+        )
     return spec
 
 

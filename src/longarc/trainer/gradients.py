@@ -24,8 +24,8 @@ class Sums(Protocol):
         ...
 
 
-M = TypeVar("M", Decoder, Critic)
-M_contra = TypeVar("M_contra", Decoder, Critic, contravariant=True)
+M = TypeVar("M", bound=Decoder | Critic)
+M_contra = TypeVar("M_contra", bound=Decoder | Critic, contravariant=True)
 D_contra = TypeVar("D_contra", bound=Document, contravariant=True)
 S = TypeVar("S", bound=Sums)
 S_co = TypeVar("S_co", bound=Sums, covariant=True)

@@ -22,6 +22,8 @@ import torch
 
 from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
+from longarc.algos.reductions import Reduction
+from longarc.config.stages import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.decoder_base import Decoder
@@ -29,8 +31,9 @@ from longarc.models.moe import update_router_bias
 from longarc.models.threads import set_compute_threads
 from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import WeightSource
+from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
-from longarc.trainer.credit import Reduction, TrainItem, train_items
+from longarc.trainer.credit import TrainItem, length_penalty, train_items
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.observation import Observation, StepFacts
 from longarc.trainer.optim import MuonAdamW
@@ -61,7 +64,11 @@ class PolicySettings:
     attention: Literal["dense", "sparse"] = "sparse"
     """What the engine used."""
     reduction: Reduction = "token_mean"
-    """What counts alike: tokens or trajectories."""
+    """What counts alike: tokens, trajectories, segments or groups."""
+    normalises_batch: bool = False
+    """Whether advantages are normalised over the trained tokens of the whole step, after the group's baseline."""
+    overlong: OverlongConfig | None = None
+    """What long trajectories lose of their reward; None for nothing."""
     loss_settings: Mapping[str, float] = field(default_factory=dict)
     """Keyword settings of the loss."""
     router_bias_rate: float = 0.0
@@ -83,7 +90,7 @@ class PolicyTrainer:
         loss: PolicyLoss,
         publish_directory: str,
         teachers: Mapping[str, Decoder] | None = None,
-        advantage_fn: AdvantageFn = group_advantages,
+        advantage_fn: AdvantageFn | RunningBaselines = group_advantages,
         policy_version: int = 0,
         gradients: GradientSource = in_this_process,
         num_update_threads: int = 1,
@@ -97,7 +104,7 @@ class PolicyTrainer:
             loss: the objective; its settings are checked here.
             publish_directory: existing directory for weight files that engines read.
             teachers: frozen teacher of each family; None trains on rewards.
-            advantage_fn: group baseline; not used with teachers.
+            advantage_fn: group baseline, or what rollouts earned lately; not used with teachers.
             policy_version: optimizer steps that are already in the weights.
             gradients: where gradients are computed; ``GradientPool.open`` shares the work with processes.
             num_update_threads: threads of the optimizer, which works while those processes wait.
@@ -163,6 +170,8 @@ class PolicyTrainer:
                 optimizer=self._optimizer,
                 counters={"policy_version": self.policy_version},
             )
+            if isinstance(self._advantage_fn, RunningBaselines):
+                self._advantage_fn.save(directory)
 
         await self._in_thread(write)
 
@@ -174,6 +183,8 @@ class PolicyTrainer:
         """
         counters = load_training_state(directory, model=self.model, optimizer=self._optimizer)
         self.policy_version = counters["policy_version"]
+        if isinstance(self._advantage_fn, RunningBaselines):
+            self._advantage_fn.load(directory)
 
     def take_step(self, batch: Batch) -> StepReport:
         """Take one optimizer step.
@@ -195,6 +206,8 @@ class PolicyTrainer:
             batch,
             reduction=settings.reduction,
             advantage_fn=self._advantage_fn if self._teachers is None else None,
+            normalises_batch=settings.normalises_batch,
+            overlong=settings.overlong,
         )
         if self._teachers is not None:
             _check_teachers(items, self._teachers)
@@ -224,6 +237,7 @@ class PolicyTrainer:
             lr=lr,
             elapsed_s=self._clock() - started_s,
             is_distillation=self._teachers is not None,
+            length_penalties=self._length_penalties(batch),
         )
         observation = Observation(items, sums, trainer_version=batch.trainer_version)
         return StepReport(
@@ -235,6 +249,14 @@ class PolicyTrainer:
             token_reports=observation.token_reports(settings.num_token_reports),
             histograms=observation.histograms(),
         )
+
+    def _length_penalties(self, batch: Batch) -> tuple[float, ...]:
+        """Return what each distinct trajectory lost of its reward."""
+        overlong = self._settings.overlong
+        if overlong is None:
+            return ()
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        return tuple(length_penalty(trajectory, overlong) for trajectory in trajectories)
 
     async def _in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         call = partial(work, *args, **kwargs)
@@ -268,7 +290,7 @@ def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
             kept_ids=item.segment.kept_ids,
-            advantage=item.advantage,
+            advantages=item.advantages,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)

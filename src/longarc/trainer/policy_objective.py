@@ -256,6 +256,7 @@ def _loss_inputs(
         ),
         train_mask=torch.ones_like(policy, dtype=torch.bool),
         token_weights=policy.new_tensor([document.token_weight for document in own]),
+        sequence_ids=micro_batch.sequence_indices,
     )
 
 
