@@ -7,7 +7,7 @@
 Only trained tokens take part, so observations are stepped over: the value of the first token behind one has seen it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,16 +48,22 @@ class ValueCredit:
     """The critic's targets."""
 
 
-def needs_value_behind(item: TrainItem, items: Sequence[TrainItem], settings: GaeSettings) -> bool:
-    """Say whether the state behind the last token of a segment has to be valued: where its rollout was cut off there."""
-    if not settings.bootstraps_truncated or item.trajectory.outcome not in TRUNCATED:
-        return False
-    orders = [i.segment.order for i in items if i.trajectory is item.trajectory]
-    return item.segment.order == max(orders)
+def ends_in_a_cut(items: Sequence[TrainItem], settings: GaeSettings) -> list[bool]:
+    """Say of each segment whether the value behind its last token counts: where a limit ended its rollout there."""
+    is_cut = [False] * len(items)
+    if settings.bootstraps_truncated:
+        for members in _rollouts(items):
+            last = members[-1]
+            is_cut[last] = items[last].trajectory.outcome in TRUNCATED
+    return is_cut
 
 
 def value_credit(
-    items: Sequence[TrainItem], values: Sequence[Column], settings: GaeSettings
+    items: Sequence[TrainItem],
+    values: Sequence[Column],
+    settings: GaeSettings,
+    *,
+    penalties: Mapping[str, float],
 ) -> ValueCredit:
     """Spread the reward of every rollout over its trained tokens.
 
@@ -66,32 +72,30 @@ def value_credit(
     Args:
         items: the segments of the step, those of a trajectory in any order.
         values: of each segment, V of its trained tokens at their positions. Behind the last token stands one more,
-            where :func:`needs_value_behind` says so.
+            where :func:`ends_in_a_cut` says so.
         settings: see the fields.
+        penalties: what the reward of a trajectory loses, by its id.
 
     Raises:
         ContractError: a trajectory has no reward.
         ConfigError: gamma, lambda or alpha is out of range.
     """
+    is_cut = ends_in_a_cut(items, settings)
     advantages: list[Column] = [np.zeros(len(item.segment.token_ids)) for item in items]
     returns: list[Column] = [np.zeros(len(item.segment.token_ids)) for item in items]
     for members in _rollouts(items):
         last = members[-1]
         trajectory = items[last].trajectory
-        bootstrap = (
-            float(values[last][len(items[last].segment.token_ids)])
-            if needs_value_behind(items[last], [items[m] for m in members], settings)
-            else 0.0
-        )
+        behind = float(values[last][-1]) if is_cut[last] else 0.0
         positions = [np.flatnonzero(items[m].segment.train_mask) for m in members]
         own_advantages, own_returns = cross_trajectory_gae(
             [values[m][own].tolist() for m, own in zip(members, positions, strict=True)],
-            terminal_reward=_reward(trajectory),
+            terminal_reward=_reward(trajectory) + penalties.get(trajectory.id, 0.0),
             gamma=settings.gamma,
             alpha=settings.alpha,
             lam=settings.lam,
             lambda_scope=settings.lambda_scope,
-            bootstrap_value=bootstrap,
+            bootstrap_value=behind,
         )
         for index, own, advantage, target in zip(
             members, positions, own_advantages, own_returns, strict=True
