@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ smollm-tools: models/smollm2-135m/config.json ## SmolLM2-135M becomes an agent: 
 test: $(STAMP_DEV) ## all tests
 	$(BIN)/python -m pytest -q
 
+cover-algos: $(STAMP_DEV) ## does a test run every line of longarc.algos?
+	$(BIN)/coverage run --data-file=.coverage.algos --source=src/longarc/algos -m pytest -q tests/golden tests/property tests/unit/algos
+	$(BIN)/coverage report --data-file=.coverage.algos --show-missing --skip-covered --fail-under=100
+
 lint: $(STAMP_DEV) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,8 +66,9 @@ types: $(STAMP_DEV) ## mypy --strict
 contracts: $(STAMP_DEV) ## the layering contract
 	$(BIN)/lint-imports
 
-docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes
+docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes and docs/algorithms.md from docstrings
 	$(BIN)/longarc config schema --format markdown > docs/config.md
+	$(BIN)/python scripts/algorithms_page.py > docs/algorithms.md
 
 $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 	@bash scripts/setup_peers.sh "$(PYTHON)" && touch $@

@@ -60,7 +60,7 @@ def top_k_loss(
     direction: Direction = "reverse",
     token_weights: Float[Tensor, " T"] | None = None,
 ) -> TokenLoss:
-    """Return ``sum_t w_t KL`` over the teacher's K likeliest tokens and one bucket ``1 - sum_K p`` for all others.
+    """Return ``sum_t w_t KL(pi || pi_T)`` over the teacher's K likeliest tokens and a bucket for all others.
 
     Merging tokens can only lower a divergence, so this is a lower bound of
     :func:`full_vocabulary_loss`, and equal to it where K leaves one token out. A server that reports its top

@@ -7,9 +7,9 @@ from longarc.errors import ConfigError
 
 
 def is_stale(policy_versions: Sequence[int], *, current_version: int, max_lag_steps: int) -> bool:
-    """Say whether the oldest token is more than ``max_lag_steps`` behind; equality is kept.
+    """Say whether ``w' - w_0 > tau``: the oldest token decides, and equality is kept.
 
-    Source: GLM-5 (arXiv:2602.15763) section 4.1.2: drop iff ``w' - w_0 > tau``.
+    Source: GLM-5 (arXiv:2602.15763) section 4.1.2.
 
     Args:
         policy_versions: weight version [optimizer steps] of each sampled token; none sampled is fresh.
@@ -20,10 +20,9 @@ def is_stale(policy_versions: Sequence[int], *, current_version: int, max_lag_st
 
 
 def repair_group(valid_indices: Sequence[int], *, group_size: int) -> tuple[int, ...] | None:
-    """Return the members that stand for a group of ``group_size``, or None to drop the group.
+    """Return the members that stand for a whole group, or None to drop it: kept iff ``2 n_valid > G``.
 
-    With more than half of the group valid, valid members are repeated round-robin in their order;
-    exactly half drops.
+    Valid members are then repeated round-robin in their order, up to ``group_size``.
 
     Source: GLM-5 (arXiv:2602.15763) section 4.1.2; the order of repetition is LongArc's.
     """
@@ -33,10 +32,12 @@ def repair_group(valid_indices: Sequence[int], *, group_size: int) -> tuple[int,
 
 
 def is_zero_variance(rewards: Sequence[float], *, eps: float = 1e-6) -> bool:
-    """Say whether a group's rewards are all alike, so that it carries no gradient.
+    """Say whether ``std(R) <= eps`` (ddof 1): rewards are all alike, and the group carries no gradient.
 
-    The same test as in :func:`longarc.algos.advantages.group_advantages`: deviation (ddof 1) at most
-    ``eps``. A group of one is always alike. Source: dynamic sampling, DAPO (arXiv:2503.14476).
+    The same test as in :func:`longarc.algos.advantages.group_advantages`. A group of one is always
+    alike.
+
+    Source: dynamic sampling, DAPO (arXiv:2503.14476).
     """
     return len(rewards) < 2 or statistics.stdev(rewards) <= eps
 

@@ -28,7 +28,10 @@ def ppo_clip_loss(
 ) -> TokenLoss:
     """Return ``-sum_t w_t min(r A, clip(r, 1-el, 1+eh) A)`` with ``r = pi / pi_proximal``.
 
-    ``num_rejected`` counts clipped tokens. Source: see :func:`~longarc.algos.clipping.clipped_objective`.
+    ``num_rejected`` counts clipped tokens.
+
+    Source: PPO (arXiv:1707.06347) eq. 7; for the bounds and the dual clip see
+    :func:`~longarc.algos.clipping.clipped_objective`.
 
     Args:
         policy_logprobs: log pi [nats] under the weights being trained; carries gradient.

@@ -32,7 +32,8 @@ def token_weights(
     * ``group_mean``: n = sum_i m_i |y_i|, so that every group counts alike, ``1/sum_i |y_i|`` per prompt as DAPO
       and CISPO (arXiv:2506.13585) write it.
 
-    Source: see each.
+    Source: GLM-5 (arXiv:2602.15763) eq. 1 and 3, GRPO (arXiv:2402.03300), DAPO (arXiv:2503.14476) and CompactionRL
+    (arXiv:2607.05378) eq. 12, as said above.
 
     Args:
         segment_lengths: trained tokens [tokens] of each segment of each trajectory of the group.
@@ -51,25 +52,18 @@ def token_weights(
         )
     pairs = list(zip(segment_lengths, multiplicities, strict=True))
     in_group = sum(multiplicity * sum(lengths) for lengths, multiplicity in pairs)
-    return [
-        [
-            multiplicity / _counted_once(reduction, length, sum(lengths), in_group)
-            if length
-            else 0.0
-            for length in lengths
-        ]
-        for lengths, multiplicity in pairs
-    ]
-
-
-def _counted_once(reduction: Reduction, in_segment: int, in_trajectory: int, in_group: int) -> int:
-    """Return the trained tokens of what counts once."""
-    match reduction:
-        case "token_mean":
-            return 1
-        case "sequence_mean":
-            return in_trajectory
-        case "segment_mean":
-            return in_segment
-        case "group_mean":
-            return in_group
+    weights = []
+    for lengths, multiplicity in pairs:
+        counted_once = {
+            "token_mean": [1] * len(lengths),
+            "sequence_mean": [sum(lengths)] * len(lengths),
+            "segment_mean": lengths,
+            "group_mean": [in_group] * len(lengths),
+        }[reduction]
+        weights.append(
+            [
+                multiplicity / num_tokens if length else 0.0
+                for length, num_tokens in zip(lengths, counted_once, strict=True)
+            ]
+        )
+    return weights

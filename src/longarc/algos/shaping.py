@@ -4,7 +4,7 @@ from longarc.errors import ConfigError
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
-    """Return ``0`` up to ``L_max - L_cache``, ``(L_max - L_cache - l) / L_cache`` up to L_max, and ``-1`` beyond.
+    """Return ``0 if l <= L_max - L_cache, (L_max - L_cache - l) / L_cache if l <= L_max, else -1``.
 
     A length that was cut off is punished softly before it is reached, so that the policy can feel the limit.
 

@@ -81,7 +81,7 @@ def build_policy_trainer(
         loss=loss,
         publish_directory=spec.publish_directory,
         teachers=_teachers(spec.teachers) if spec.teachers else None,
-        advantage_fn=_advantage_fn(spec),
+        advantage_fn=baseline(spec),
         policy_version=loaded.manifest.policy_version,
         gradients=gradients or in_this_process,
         num_update_threads=spec.num_threads,
@@ -94,7 +94,8 @@ def build_policy_trainer(
 _NORMALISED: Final = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
-def _advantage_fn(spec: PolicyTrainerSpec) -> AdvantageFn | RunningBaselines:
+def baseline(spec: PolicyTrainerSpec) -> AdvantageFn | RunningBaselines:
+    """Return what the rewards of a group are compared with."""
     match spec.advantage:
         case "std":
             return group_advantages

@@ -119,8 +119,25 @@ def test_the_recipe_as_it_stands_is_accepted():
         (
             "stages.rl.loop",
             {**LOOP, "group_size": 1, "dynamic_sampling": False},
-            r"group_size=1.*at least 2",
+            r"group_size=1.*at least 2.*running_mean.*reinforce_plus_plus",
         ),
+        ("stages.rl.advantage", "gae", r"stages.rl.advantage = 'gae'"),
+        (
+            "stages.rl.running_mean_window",
+            8,
+            r"running_mean_window=8 has no effect with advantage=.std.",
+        ),
+        (
+            "stages.rl.overlong",
+            {"max_tokens": 4000, "cache_tokens": 100},
+            r"more than max_tokens - cache_tokens = 3900 .*max_context_tokens=\d+ never lets",
+        ),
+        (
+            "stages.rl.overlong",
+            {"max_tokens": 40, "cache_tokens": 41},
+            r"cache_tokens=41 begin before the first of max_tokens=40",
+        ),
+        ("stages.distill.loop.max_mean_reward", 0.9, r"max_mean_reward=0.9 would drop groups"),
         (
             "stages.distill.loop.dynamic_sampling",
             True,
