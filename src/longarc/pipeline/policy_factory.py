@@ -14,8 +14,10 @@ from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.config.load_object import load_object
 from longarc.config.stages import Advantage, LossConfig, OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
+from longarc.errors import ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
+from longarc.pipeline.critic_factory import CriticSpec, critic_of, critic_settings
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.gradients import GradientSource, in_this_process
@@ -48,6 +50,8 @@ class PolicyTrainerSpec:
     """What is kept between forward and backward."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
+    critic: CriticSpec | None = None
+    """Of the advantage ``gae``; None for every other."""
 
 
 def build_policy_trainer(
@@ -77,11 +81,22 @@ def build_policy_trainer(
             router_bias_rate=spec.router_bias_rate,
             normalises_batch=spec.advantage in _NORMALISED,
             overlong=spec.overlong,
+            critic=None
+            if spec.critic is None
+            else critic_settings(
+                spec.critic,
+                num_steps=spec.num_steps,
+                micro_batch_tokens=spec.micro_batch_tokens,
+                attention=loaded.attention,
+                activations=spec.activations,
+            ),
         ),
         loss=loss,
         publish_directory=spec.publish_directory,
         teachers=_teachers(spec.teachers) if spec.teachers else None,
-        advantage_fn=baseline(spec),
+        advantage_fn=baseline(spec)
+        if spec.critic is None
+        else critic_of(spec.critic, input_checkpoint=Path(spec.input_checkpoint)),
         policy_version=loaded.manifest.policy_version,
         gradients=gradients or in_this_process,
         num_update_threads=spec.num_threads,
@@ -107,6 +122,8 @@ def baseline(spec: PolicyTrainerSpec) -> AdvantageFn | RunningBaselines:
             return RunningBaselines(spec.running_mean_window)
         case "reinforce_plus_plus":
             return _rewards_themselves
+        case "gae":
+            raise ContractError('the advantage "gae" compares with a critic, not within groups')
 
 
 def _rewards_themselves(rewards: Sequence[float] | Tensor) -> Tensor:

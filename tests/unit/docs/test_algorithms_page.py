@@ -13,7 +13,8 @@ import longarc.algos
 from longarc.algos import losses
 from longarc.algos.reductions import Reduction
 from longarc.config.orchestrator import RolloutLoopConfig
-from longarc.config.stages import Advantage, LossConfig, RlConfig, RolloutConfig
+from longarc.config.rollout import RolloutConfig
+from longarc.config.stages import Advantage, LossConfig, RlConfig
 
 SPEC = importlib.util.spec_from_file_location(
     "algorithms_page", ROOT / "scripts" / "algorithms_page.py"

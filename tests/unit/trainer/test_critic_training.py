@@ -581,5 +581,7 @@ async def test_what_value_pre_training_publishes_is_the_policy(tmp_path):
 
 
 def test_a_batch_of_another_policy_is_refused(tmp_path):
-    with pytest.raises(ContractError, match=r"weights of version 4 but the policy .* has version 3"):
+    with pytest.raises(
+        ContractError, match=r"weights of version 4 but the policy .* has version 3"
+    ):
         value_trainer(tmp_path).take_step(random_batch(version=4))
