@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from longarc.config.rollout import SamplingStageConfig, check_warmup
+from longarc.config.rollout import OverlongConfig, SamplingStageConfig, check_warmup
 from longarc.config.settings import Settings
 from longarc.config.training import OptimizerConfig
 
@@ -85,10 +85,14 @@ class ValuePretrainConfig(SamplingStageConfig):
     """Which stage this is."""
     critic: CriticConfig = CriticConfig()
     """What is trained."""
+    overlong: OverlongConfig | None = None
+    """What long rollouts lose of their reward, as in the stage that the critic is for; None for nothing."""
 
     @model_validator(mode="after")
     def _learns_from_every_rollout(self) -> Self:
         self.critic.check_length(self.loop.num_steps)
+        if self.overlong is not None:
+            self.overlong.check_reach(self.rollout)
         loop = self.loop
         if (
             loop.dynamic_sampling

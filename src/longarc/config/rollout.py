@@ -48,6 +48,38 @@ class RolloutConfig(Settings):
         raise ValueError(f"is 0, or at least {MIN_TEMPERATURE} and finite")
 
 
+class OverlongConfig(Settings):
+    """A reward that falls before a length limit is reached: soft overlong punishment, DAPO (arXiv:2503.14476)."""
+
+    max_tokens: int = Field(ge=1)
+    """Trained tokens of a rollout from which on it loses 1 of its reward [tokens]."""
+    cache_tokens: int = Field(ge=1)
+    """Tokens before that over which the loss grows from 0 to 1 [tokens]."""
+
+    @model_validator(mode="after")
+    def _interval_exists(self) -> Self:
+        if self.cache_tokens > self.max_tokens:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} begin before the first of max_tokens={self.max_tokens}; lower "
+                f"cache_tokens to at most max_tokens"
+            )
+        return self
+
+    def check_reach(self, rollout: RolloutConfig) -> None:
+        """Refuse a punishment that no rollout is long enough for.
+
+        Raises:
+            ValueError: names the lengths.
+        """
+        first, longest = self.max_tokens - self.cache_tokens, rollout.max_context_tokens
+        if first >= longest:
+            raise ValueError(
+                f"overlong punishes rollouts of more than max_tokens - cache_tokens = {first} tokens, which "
+                f"rollout.max_context_tokens={longest} never lets through; lower overlong.max_tokens, or leave "
+                f"overlong out"
+            )
+
+
 class SamplingStageConfig(Settings):
     """Rollouts in, batches out, a trainer behind them: what RL, distillation and value pre-training share."""
 

@@ -6,7 +6,13 @@ from pydantic import Field, model_validator
 
 from longarc.config.critic import CriticConfig, GaeConfig, ValuePretrainConfig
 from longarc.config.model import MAX_DEPTHS, AttentionPattern
-from longarc.config.rollout import RolloutConfig, SamplingStageConfig, TaskShare, check_warmup
+from longarc.config.rollout import (
+    OverlongConfig,
+    RolloutConfig,
+    SamplingStageConfig,
+    TaskShare,
+    check_warmup,
+)
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
 
@@ -254,24 +260,6 @@ class LossConfig(Settings):
     (DAPO as printed)."""
 
 
-class OverlongConfig(Settings):
-    """A reward that falls before a length limit is reached: soft overlong punishment, DAPO (arXiv:2503.14476)."""
-
-    max_tokens: int = Field(ge=1)
-    """Trained tokens of a rollout from which on it loses 1 of its reward [tokens]."""
-    cache_tokens: int = Field(ge=1)
-    """Tokens before that over which the loss grows from 0 to 1 [tokens]."""
-
-    @model_validator(mode="after")
-    def _interval_exists(self) -> Self:
-        if self.cache_tokens > self.max_tokens:
-            raise ValueError(
-                f"cache_tokens={self.cache_tokens} begin before the first of max_tokens={self.max_tokens}; lower "
-                f"cache_tokens to at most max_tokens"
-            )
-        return self
-
-
 Advantage: TypeAlias = Literal[
     "std",
     "mean",
@@ -354,18 +342,8 @@ class RlConfig(SamplingStageConfig):
 
     @model_validator(mode="after")
     def _length_can_matter(self) -> Self:
-        if self.overlong is None:
-            return self
-        longest, first = (
-            self.rollout.max_context_tokens,
-            self.overlong.max_tokens - self.overlong.cache_tokens,
-        )
-        if first >= longest:
-            raise ValueError(
-                f"overlong punishes rollouts of more than max_tokens - cache_tokens = {first} tokens, which "
-                f"rollout.max_context_tokens={longest} never lets through; lower overlong.max_tokens, or leave "
-                f"overlong out"
-            )
+        if self.overlong is not None:
+            self.overlong.check_reach(self.rollout)
         return self
 
 

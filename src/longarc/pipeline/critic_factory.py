@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from longarc.config.critic import CriticConfig, GaeConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.config.training import ActivationConfig
 from longarc.errors import CheckpointError
 from longarc.models.critic import Critic, build_critic, load_critic
@@ -41,6 +42,8 @@ class ValueTrainerSpec:
     num_threads: int
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward."""
+    overlong: OverlongConfig | None = None
+    """What long rollouts lose of their reward."""
 
 
 def build_value_trainer(
@@ -66,6 +69,7 @@ def build_value_trainer(
         ),
         publish_directory=spec.publish_directory,
         policy_version=loaded.manifest.policy_version,
+        overlong=spec.overlong,
         gradients=gradients or in_this_process,
         num_update_threads=spec.num_threads,
     )

@@ -12,7 +12,8 @@ from torch import Tensor
 from longarc.algos.advantages import group_advantages, rloo_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.config.load_object import load_object
-from longarc.config.stages import Advantage, LossConfig, OverlongConfig
+from longarc.config.rollout import OverlongConfig
+from longarc.config.stages import Advantage, LossConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ContractError
 from longarc.models.decoder_base import Decoder

@@ -68,6 +68,7 @@ def trainer_spec(
             micro_batch_tokens=config.micro_batch_tokens,
             num_threads=num_threads,
             activations=config.activations,
+            overlong=config.overlong,
         )
     spec = PolicyTrainerSpec(
         input_checkpoint=str(input_checkpoint),

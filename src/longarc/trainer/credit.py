@@ -12,7 +12,7 @@ from longarc.algos.protocols import AdvantageFn
 from longarc.algos.reductions import Reduction, token_weights
 from longarc.algos.reinforce_plus_plus import batch_normalised
 from longarc.algos.shaping import overlong_penalty
-from longarc.config.stages import OverlongConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.errors import ContractError
 from longarc.records.batch import Batch
 from longarc.records.segment import Segment
@@ -98,6 +98,17 @@ def length_penalty(trajectory: Trajectory, overlong: OverlongConfig) -> float:
         max_tokens=overlong.max_tokens,
         cache_tokens=overlong.cache_tokens,
     )
+
+
+def length_penalties(batch: Batch, overlong: OverlongConfig | None) -> dict[str, float]:
+    """Return what each distinct trajectory loses of its reward, by its id; empty where nothing is taken off."""
+    if overlong is None:
+        return {}
+    return {
+        trajectory.id: length_penalty(trajectory, overlong)
+        for group in batch.groups
+        for trajectory in group.trajectories
+    }
 
 
 def _normalised(groups: Sequence[Group], advantages: Sequence[list[float]]) -> list[list[float]]:

@@ -20,7 +20,7 @@ import torch
 from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.algos.reductions import Reduction
-from longarc.config.stages import OverlongConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.critic import Critic
@@ -30,7 +30,7 @@ from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import WeightSource
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
-from longarc.trainer.credit import TrainItem, length_penalty, train_items
+from longarc.trainer.credit import TrainItem, length_penalties, train_items
 from longarc.trainer.critic import CriticLearner, CriticSettings, Critique
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.observation import Observation, StepFacts
@@ -221,7 +221,7 @@ class PolicyTrainer:
         )
         if self._teachers is not None:
             _check_teachers(items, self._teachers)
-        penalties = self._length_penalties(batch)
+        penalties = length_penalties(batch, settings.overlong)
         critique: Critique | None = None
         if self._critic is not None:
             critique = self._critic.step(items, batch.step, penalties=penalties)
@@ -271,17 +271,6 @@ class PolicyTrainer:
             ),
             histograms=observation.histograms(),
         )
-
-    def _length_penalties(self, batch: Batch) -> dict[str, float]:
-        """Return what each distinct trajectory lost of its reward, by its id; empty where nothing is taken off."""
-        overlong = self._settings.overlong
-        if overlong is None:
-            return {}
-        return {
-            trajectory.id: length_penalty(trajectory, overlong)
-            for group in batch.groups
-            for trajectory in group.trajectories
-        }
 
     def _culprit(self, documents: Sequence[PolicyDocument], step: int) -> str:
         """Find the trajectory whose gradient alone is not finite; only called when all is lost."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from longarc.config.rollout import OverlongConfig
 from longarc.errors import ContractError, ResourceError, boundary
 from longarc.models.critic import Critic
 from longarc.models.decoder_base import Decoder
@@ -18,7 +19,7 @@ from longarc.records.batch import Batch, StepReport
 from longarc.records.metric import Metric
 from longarc.records.sampling import WeightSource
 from longarc.trainer.checkpoint import WEIGHTS_FILE
-from longarc.trainer.credit import train_items
+from longarc.trainer.credit import length_penalties, train_items
 from longarc.trainer.critic import CriticLearner, CriticSettings
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.publish import WeightPublisher
@@ -37,6 +38,7 @@ class ValueTrainer:
         *,
         publish_directory: str,
         policy_version: int = 0,
+        overlong: OverlongConfig | None = None,
         gradients: GradientSource = in_this_process,
         num_update_threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
@@ -49,11 +51,13 @@ class ValueTrainer:
             settings: how.
             publish_directory: existing directory for weight files that engines read.
             policy_version: optimizer steps in the policy's weights.
+            overlong: what long rollouts lose of their reward; None for nothing.
             gradients: where values and gradients are computed.
             num_update_threads: threads of the optimizer.
             clock: monotonic [seconds]; only measures throughput.
         """
         self.policy_version = policy_version
+        self._overlong = overlong
         self._policy = policy
         self._critic = CriticLearner(
             critic,
@@ -116,7 +120,8 @@ class ValueTrainer:
                 f"values are learned has version {self.policy_version}; they come from different runs"
             )
         items = train_items(batch, reduction="token_mean", advantage_fn=None)
-        critique = self._critic.step(items, batch.step)
+        penalties = length_penalties(batch, self._overlong)
+        critique = self._critic.step(items, batch.step, penalties=penalties)
         num_tokens = sum(item.segment.num_trained_tokens for item in items)
         return StepReport(
             step=batch.step,

@@ -7,7 +7,8 @@ import torch
 from trainer_fixtures import make_batch, make_group, make_segment, make_trajectory
 
 from longarc.algos.advantages import group_advantages
-from longarc.config.stages import LossConfig, OverlongConfig
+from longarc.config.rollout import OverlongConfig
+from longarc.config.stages import LossConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, baseline

@@ -18,7 +18,7 @@ from trainer_fixtures import (
 
 from longarc.algos import losses
 from longarc.algos.advantages import group_advantages
-from longarc.config.stages import OverlongConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError
 from longarc.models.critic import Critic
