@@ -15,7 +15,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-router kill-test peers vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,7 +81,7 @@ $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine training exact update sandbox model grpo async; do \
+	@status=0; for name in engine training exact update sandbox model algos grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
@@ -102,6 +102,9 @@ bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
 
 bench-model: $(STAMP_DEV) ## parts of training beside what PyTorch offers
 	@$(BIN)/python benchmarks/model.py $(BENCH)
+
+bench-algos: $(STAMP_DEV) ## the mathematics of a step beside the model's own; packed, split and whole
+	@$(BIN)/python benchmarks/algos.py $(BENCH)
 
 bench-attention: $(STAMP_DEV) ## full attention, windows, linear attention and DSA compared, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/attention_study.py --run $(RUN_DIR) $(BENCH)

@@ -11,6 +11,7 @@ from longarc.config.settings import Settings
 from longarc.errors import ConfigError
 
 WeightQuantisation: TypeAlias = Literal["none", "fp8"]
+CacheQuantisation: TypeAlias = Literal["none", "fp8"]
 
 _MOST_PORT = 65_535
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -48,6 +49,10 @@ class EngineConfig(Settings):
     feed-forwards. It simulates rollouts of an FP8 server: numbers are rounded, nothing becomes faster or smaller, and the
     trainer's own weights are not touched, so their difference is in the run's ``mismatch`` figures. Evaluations and
     ``longarc serve`` sample with it too."""
+    cache_quantisation: CacheQuantisation = "none"
+    """``fp8``: what is written to the cache is rounded to e4m3 first: keys and values with a scale for each head of a
+    token, latents and indexer keys with one for each 128 numbers; a latent's rotated part stays. Simulated as
+    ``weight_quantisation`` is, with which it can be together: memory and speed stay what they were."""
 
     servers: tuple[str, ...] = ()
     """Addresses (``http://host:port``) of servers that ``longarc serve --engine-only`` runs. RL and

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import (
     check_engine_fits,
     check_model_fits,
@@ -124,6 +125,7 @@ class Recipe(Settings):
             )
         check_model_fits(self.model, self.stages)
         check_can_draft(self.engine, self.model, self.stages)
+        check_can_round_cache(self.engine, self.model, self.stages)
         if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
             key = model_key(self.model, "vocab_size")
             raise ValueError(

@@ -216,7 +216,7 @@ class RemoteEngine:
 
 def _change(before: EngineDescription, now: EngineDescription) -> str | None:
     """Say what a server serves otherwise than before; None where who sampled there can go on."""
-    for name in ("attention", "weight_quantisation"):
+    for name in ("attention", "weight_quantisation", "cache_quantisation"):
         was, found = getattr(before, name), getattr(now, name)
         if was != found:
             return f"has {name}={found!r} now, it had {was!r}"

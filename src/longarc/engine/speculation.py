@@ -13,7 +13,7 @@ Source: the algorithm, ``longarc.algos.speculative``; drafts, GLM-5 (arXiv:2602.
 Shape letters: B requests, D drafts, T = D + 1, N rows of all requests, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +35,8 @@ from longarc.engine.sampler import (
     uniforms,
 )
 from longarc.engine.weights import EngineWeights
-from longarc.errors import ConfigError
-from longarc.models.cache import PagedCache
+from longarc.errors import ConfigError, ContractError
+from longarc.models.cache import PagedCache, RowRounding
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Attention, Decoder
 from longarc.models.drafting import Drafter, drafter_of
@@ -391,10 +391,21 @@ def cache_for(model: Decoder, config: EngineConfig, *, max_context_tokens: int) 
     # A sequence that ended keeps its seat where layers remember instead of keeping rows.
     num_slots = config.max_running + config.max_running // 2
     sizes = {"num_pages": num_pages, "page_tokens": config.page_tokens}
-    if not config.num_speculative_tokens:
-        return model.new_cache(num_slots, max_context_tokens, **sizes)
-    glm = checked_to_draft(model, config.num_speculative_tokens)
-    return glm.new_drafting_cache(num_slots, max_context_tokens, **sizes)
+    if config.num_speculative_tokens:
+        glm = checked_to_draft(model, config.num_speculative_tokens)
+        cache = glm.new_drafting_cache(num_slots, max_context_tokens, **sizes)
+    else:
+        cache = model.new_cache(num_slots, max_context_tokens, **sizes)
+    if config.cache_quantisation == "fp8":
+        cache.rounding = _rounding_of(model)
+    return cache
+
+
+def _rounding_of(model: Decoder) -> Mapping[str, RowRounding]:
+    try:
+        return model.fp8_rows()
+    except ContractError as error:
+        raise ConfigError(f"engine.cache_quantisation='fp8': {error}") from error
 
 
 def decoding_for(config: EngineConfig, *, attention: Attention) -> Decoding:

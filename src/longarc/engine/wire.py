@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import orjson
 
-from longarc.config.engine import WeightQuantisation
+from longarc.config.engine import CacheQuantisation, WeightQuantisation
 from longarc.errors import (
     ContractError,
     EngineBusyError,
@@ -62,6 +62,8 @@ class EngineDescription:
     """Engines behind the address, addressed by 0 .. num_ranks - 1."""
     weight_quantisation: WeightQuantisation = "none"
     """How the weights are rounded that it samples with."""
+    cache_quantisation: CacheQuantisation = "none"
+    """How the rows of its cache are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

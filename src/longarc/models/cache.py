@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longarc.algos.fp8 import fp8_rounded_rows
 from longarc.errors import ContractError
 
 PAGE_TOKENS = 64
@@ -55,6 +56,21 @@ class CacheShape:
         return self.num_slots * self.slot_pages if self.num_pages is None else self.num_pages
 
 
+@dataclass(frozen=True, slots=True)
+class RowRounding:
+    """How the rows of a kind are rounded to FP8."""
+
+    width: int
+    """Numbers of a row that are, from the first on; the others stay."""
+    block_size: int
+    """Neighbouring numbers that share a scale."""
+
+    def rounded(self, rows: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+        """Return what is left of rows."""
+        kept = fp8_rounded_rows(rows[:, : self.width], block_size=self.block_size)
+        return torch.cat((kept, rows[:, self.width :]), dim=-1)
+
+
 class PagedCache:
     """Rows of every kind (latents, indexer keys, keys, values) for every layer and page."""
 
@@ -79,6 +95,8 @@ class PagedCache:
             layers: which layers have rows of a kind; a kind that is not named is in all.
         """
         self.shape = shape
+        self.rounding: Mapping[str, RowRounding] = {}
+        """What FP8 leaves of a row when it is written, by kind; a kind that is not named stays whole."""
         self._place = places(widths, layers, num_layers=num_layers)
         num_rows = shape.total_pages * shape.page_tokens
         # Zeros, not uninitialised memory: rows behind a sequence's end are read and masked.

@@ -1,13 +1,15 @@
 """The GLM-5 family: MLA with sparse attention, experts behind the leading dense layers, and drafts."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longarc.algos.fp8 import BLOCK_SIZE
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.errors import ContractError
-from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
+from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache, RowRounding
 from longarc.models.decoder_base import (
     Attention,
     Decoder,
@@ -204,6 +206,13 @@ class GlmMoeDsa(Decoder):
             dtype=weight.dtype,
             device=weight.device,
         )
+
+    def fp8_rows(self) -> Mapping[str, RowRounding]:
+        """Return the rounding of latents, whose rotated part stays whole, and of indexer keys, in blocks of 128."""
+        return {
+            "latent": RowRounding(self.config.kv_lora_rank, BLOCK_SIZE),
+            "index_keys": RowRounding(self.config.index_head_dim, BLOCK_SIZE),
+        }
 
     def _native_cache(self, shape: CacheShape) -> NativeGlmMoeDsa:
         return NativeGlmMoeDsa(self._weights(), self._angles(shape.max_length), self.config, shape)

@@ -10,7 +10,7 @@ attend to, and where keys are kept; it cannot tell training from inference.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, LlamaConfig, ModelConfig
 from longarc.errors import ContractError
 from longarc.models.activations import Activations
-from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache
+from longarc.models.cache import PAGE_TOKENS, CacheShape, PagedCache, RowRounding
 from longarc.models.kernels.attention import FlatRuns
 from longarc.models.kernels.decode import NativeDecoder
 from longarc.models.kernels.key_lists import KeyLists
@@ -90,7 +90,8 @@ class Pass:
         if self.cache is None:
             return rows
         table = self.cache.table(name, layer)
-        table[self.cache_rows] = rows
+        rounding = self.cache.rounding.get(name)
+        table[self.cache_rows] = rows if rounding is None else rounding.rounded(rows)
         return table
 
 
@@ -385,6 +386,17 @@ class Decoder(nn.Module):
     def shared_cache(self, cache: PagedCache) -> PagedCache:
         """Return the rows and pages of another model's cache for this one, which differs in its weights alone."""
         return cache.under(self._weights())
+
+    def fp8_rows(self) -> Mapping[str, RowRounding]:
+        """Return how the rows of a cache are rounded where it is stored in FP8.
+
+        Raises:
+            ContractError: nobody stores the rows of such a model so.
+        """
+        raise ContractError(
+            f"the cache of a {self.config.family} model is not rounded to FP8; only those of glm_moe_dsa and of "
+            f"Llama-type models are"
+        )
 
     def _cache_of(self, shape: CacheShape) -> PagedCache:
         weight = self.output_weight

@@ -4,6 +4,7 @@ Llama, SmolLM2, Qwen2 and Qwen3 are one model here: what differs is whether proj
 of queries and keys a norm. Shape letters: T padded rows, N tokens, n query heads, g key heads, d head width.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 from jaxtyping import Float, Int
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from longarc.config.model import LlamaConfig
 from longarc.models.attention import dense_attention
-from longarc.models.cache import CacheShape
+from longarc.models.cache import CacheShape, RowRounding
 from longarc.models.decoder_base import (
     Decoder,
     DecoderLayer,
@@ -130,6 +131,13 @@ class Llama(Decoder):
             dtype=self.output_weight.dtype,
             scaling=self.config.rope_scaling,
         )
+
+    def fp8_rows(self) -> Mapping[str, RowRounding]:
+        """Return the rounding of keys and values, in which each head of a token has its scale."""
+        return {
+            name: RowRounding(width, head_width(self.config))
+            for name, width in self.cache_widths().items()
+        }
 
     def _native_cache(self, shape: CacheShape) -> NativeLlama:
         return NativeLlama(self._weights(), self._angles(shape.max_length), self.config, shape)

@@ -186,11 +186,13 @@ def _check(
             f"{address} attends {server.attention}, the checkpoint {loaded.path} is to attend "
             f"{loaded.attention}; start it on that checkpoint's stage"
         )
-    if server.weight_quantisation != config.weight_quantisation:
-        raise ConfigError(
-            f"{address} samples with weight_quantisation={server.weight_quantisation!r}, the recipe says "
-            f"{config.weight_quantisation!r} (engine.weight_quantisation); start it on a run whose recipe says the same"
-        )
+    for name in ("weight_quantisation", "cache_quantisation"):
+        there, here = getattr(server, name), getattr(config, name)
+        if there != here:
+            raise ConfigError(
+                f"{address} samples with {name}={there!r}, the recipe says {here!r} (engine.{name}); start it on a "
+                f"run whose recipe says the same"
+            )
     if server.max_context_tokens < max_context_tokens:
         raise ConfigError(
             f"{address} has room for {server.max_context_tokens} tokens, the stage asks for "

@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 
 from longarc.algos.protocols import PolicyLoss
+from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import check_model_fits
 from longarc.config.drafts import check_can_draft
 from longarc.config.engine_clients import servers_of
@@ -156,6 +157,7 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
     try:
         check_model_fits(model, recipe.stages, is_given=True)
         check_can_draft(recipe.engine, model, recipe.stages)
+        check_can_round_cache(recipe.engine, model, recipe.stages)
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
     return model

@@ -123,6 +123,7 @@ async def serve_engine(
                 max_context_tokens=max_context_tokens,
                 num_ranks=settings.num_ranks,
                 weight_quantisation=served.config.weight_quantisation,
+                cache_quantisation=served.config.cache_quantisation,
             ),
             DoorSettings(api_key=settings.api_key),
         )

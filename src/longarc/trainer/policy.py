@@ -231,7 +231,7 @@ class PolicyTrainer:
             ]
         if batch.resets_optimizer:
             self._optimizer.reset()
-        documents = _documents(items)
+        documents = documents_of(items)
         self._optimizer.zero_grad()
         sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
@@ -282,7 +282,7 @@ class PolicyTrainer:
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
+def documents_of(items: Sequence[TrainItem]) -> list[PolicyDocument]:
     """Return what the objective sees of each item."""
     for item in items:
         if item.segment.train_mask[0]:

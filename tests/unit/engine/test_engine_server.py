@@ -333,6 +333,7 @@ async def test_a_server_that_was_started_anew_is_not_taken_for_the_old_one():
     [
         ({"attention": "sparse"}, "attention='sparse' now, it had 'dense'"),
         ({"weight_quantisation": "fp8"}, "weight_quantisation='fp8' now, it had 'none'"),
+        ({"cache_quantisation": "fp8"}, "cache_quantisation='fp8' now, it had 'none'"),
         ({"model": {"family": "other"}}, "another model: family is 'other' now, it was 'fake'"),
         ({"max_context_tokens": 63}, "max_context_tokens=63 now, it had 64"),
     ],

@@ -123,6 +123,11 @@ async def test_every_rank_has_the_checkpoints_weights_before_the_stage_begins(
             {"weight_quantisation": "fp8"},
             "samples with weight_quantisation=.fp8., the recipe says .none.",
         ),
+        (
+            "k",
+            {"cache_quantisation": "fp8"},
+            "samples with cache_quantisation=.fp8., the recipe says .none.",
+        ),
     ],
 )
 async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anything(

@@ -175,6 +175,7 @@ class NativeDecoder(BlockedPagedCache, ABC):
             num=len(tokens),
             slot_pages=self.shape.slot_pages,
             page_shift=self.shape.page_tokens.bit_length() - 1,
+            fp8_rows=bool(self.rounding),
             **structs.addresses(
                 {
                     "tokens": tokens,

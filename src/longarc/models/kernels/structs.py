@@ -32,7 +32,7 @@ class Rows(ctypes.Structure):
         *_pointers("tokens slots positions pages"),
         *_integers("num slot_pages page_shift"),
         *_pointers("embedding cos sin final_norm hidden"),
-        *_integers("ends_only"),
+        *_integers("ends_only fp8_rows"),
     ]
 
 

@@ -4,7 +4,7 @@ Training is exact for packed documents and shared prompts, as in the other decod
 eager way: the native decode kernels know full and sparse attention only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longarc.config.model import GlmHybridConfig, LlamaHybridConfig
 from longarc.errors import ContractError
-from longarc.models.cache import CacheShape, PagedCache
+from longarc.models.cache import CacheShape, PagedCache, RowRounding
 from longarc.models.decoder import GlmMoeDsa, GlmMoeDsaLayer
 from longarc.models.decoder_base import Attention, Decoder, LayerOutput, Pass
 from longarc.models.layers import SwiGLU
@@ -35,6 +35,14 @@ class Hybrid(Decoder):
         ]
         shapes = [mixer.memory_shape for mixer in mixers]
         return {layer: shape for layer, shape in enumerate(shapes) if shape is not None}
+
+    def fp8_rows(self) -> Mapping[str, RowRounding]:
+        """Refuse: what layers remember in place of rows would stay whole.
+
+        Raises:
+            ContractError: always.
+        """
+        return Decoder.fp8_rows(self)
 
     def _cache_of(self, shape: CacheShape) -> PagedCache:
         weight = self.output_weight

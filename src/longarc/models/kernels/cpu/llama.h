@@ -165,6 +165,7 @@ class LlamaPass {
             for (int64_t h = 0; h < shape.num_heads + heads; h++)
                 rotate_row(row + h * dim, rows.cos + angle, rows.sin + angle, dim, false, 1.0f);
             const int64_t page = page_of(rows, first + r), place = place_in_page(rows, first + r);
+            for (int64_t g = 0; rows.fp8_rows && g < 2 * heads; g++) round_to_fp8(keys + g * dim, dim, dim);
             for (int64_t g = 0; g < heads; g++) {
                 const int64_t table = (page * heads + g) * page_keys(rows) * dim;
                 write_blocked(layer.keys + table, place, keys + g * dim, dim);

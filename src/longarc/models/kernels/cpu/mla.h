@@ -128,12 +128,14 @@ inline void mla_keys(const MlaShape& shape, const MlaLayer& layer, const Rows& r
         rms_norm_row(row, layer.q_norm, q_latent + r * shape.q_rank, shape.q_rank, shape.latent_eps);
         float* latent = layer.latents + (page * page_keys(rows) + place) * width.dim;
         rms_norm_row(row + shape.q_rank, layer.kv_norm, latent, shape.latent, shape.latent_eps);
+        if (rows.fp8_rows) round_to_fp8(latent, shape.latent, FP8_BLOCK);
         std::memcpy(latent + shape.latent, row + shape.q_rank + shape.latent, sizeof(float) * shape.rope);
         rotate_row(latent + shape.latent, cos, sin, shape.rope, true, 1.0f);
         if (!layer.index_keys) continue;
         float* key = row + shape.q_rank + width.dim;
         layer_norm_row(key, layer.index_norm_weight, layer.index_norm_bias, key, shape.index_dim, shape.index_eps);
         rotate_row(key, cos, sin, shape.rope, true, 1.0f);
+        if (rows.fp8_rows) round_to_fp8(key, shape.index_dim, FP8_BLOCK);
         write_blocked(layer.index_keys + page * page_keys(rows) * shape.index_dim, place, key, shape.index_dim);
         float* weights = key + shape.index_dim;
         for (int64_t h = 0; h < shape.index_heads; h++) weights[h] *= shape.index_scale;

@@ -14,6 +14,7 @@ struct Rows {
     const float* final_norm;
     float* hidden;  // out, [row][hidden]
     int64_t ends_only;  // hidden is wanted of the last row of each sequence alone; the other rows are left as they are
+    int64_t fp8_rows;  // what is written to the cache is rounded to e4m3 first
 };
 
 inline int64_t page_keys(const Rows& rows) { return int64_t(1) << rows.page_shift; }

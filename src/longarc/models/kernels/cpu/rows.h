@@ -44,6 +44,29 @@ LONGARC_ONE_COPY inline void rms_norm_backward_row(const float* x, const float* 
     });
 }
 
+constexpr int64_t FP8_BLOCK = 128;  // numbers of a row that share a scale, where its heads do not say otherwise
+
+// What e4m3 and one scale for each `block` numbers leave of a row, in place: the arithmetic of algos/fp8.py, bit for bit.
+LONGARC_ONE_COPY inline void round_to_fp8(float* row, int64_t width, int64_t block) {
+    for (int64_t at = 0; at < width; at += block) {
+        float *numbers = row + at, largest = 0.0f;
+        const int64_t count = std::min(block, width - at);
+        for (int64_t i = 0; i < count; i++) largest = std::max(largest, std::fabs(numbers[i]));
+        const float scale = largest > 0.0f ? largest / 448.0f : 1.0f;
+        for (int64_t i = 0; i < count; i++) {
+            const float code = numbers[i] / scale;
+            uint32_t bits;
+            std::memcpy(&bits, &code, sizeof(bits));
+            // The distance of e4m3's numbers where this one lies: three bits of mantissa, exponents from -6 on.
+            const uint32_t exponent = std::max<uint32_t>(bits >> 23 & 255, 127 - 6) - 3;
+            const uint32_t step_bits = exponent << 23;
+            float step;
+            std::memcpy(&step, &step_bits, sizeof(step));
+            numbers[i] = std::nearbyint(code / step) * step * scale;
+        }
+    }
+}
+
 LONGARC_ONE_COPY inline void layer_norm_row(const float* x, const float* w, const float* b, float* y, int64_t width,
                                             float eps) {
     Vec total{};
