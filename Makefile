@@ -7,6 +7,7 @@ STAMP_TRAIN := $(VENV)/.stamp-train
 STAMP_DEV := $(VENV)/.stamp-dev
 STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
+STAMP_GATEWAYS := .venv-gateways/.stamp
 STAMP_VLLM := .venv-vllm/.stamp
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -15,7 +16,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-router kill-test peers vllm integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-replay bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +76,11 @@ $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 
 peers: $(STAMP_PEERS) ## make .venv-peers with what LongArc is measured against
 
+$(STAMP_GATEWAYS): benchmarks/gateways.txt scripts/setup_gateways.sh
+	@bash scripts/setup_gateways.sh "$(PYTHON)" && touch $@
+
+gateways: $(STAMP_GATEWAYS) ## make .venv-gateways with the gateways that LongArc's is measured against
+
 $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
 
@@ -118,11 +124,20 @@ bench-async: $(STAMP_DEV) ## asynchronous against synchronous RL, from the run i
 bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/drafts.py --run $(RUN_DIR) $(BENCH)
 
+bench-replay: $(STAMP_DEV) ## what recorded and replayed routing costs, in time and bytes
+	@$(BIN)/python benchmarks/routing_replay.py $(BENCH)
+
 bench-router: $(STAMP_DEV) ## where sessions go at 64 engines, beside round robin and least-loaded
 	@$(BIN)/python benchmarks/router.py $(BENCH)
 
+bench-gateway: $(STAMP_DEV) $(STAMP_GATEWAYS) models/smollm2-135m/config.json ## the gateway on one core, beside rllm-model-gateway and the litellm proxy
+	@$(BIN)/python benchmarks/gateway.py $(BENCH)
+
 kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled or changed
 	@$(BIN)/python benchmarks/kill_test.py $(BENCH)
+
+fuzz-gateway: $(STAMP_DEV) ## 100,000 requests near what clients send, in each dialect
+	PYTHONPATH=tests $(BIN)/python tests/codec_fuzz.py $(BENCH)
 
 integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) models/smollm2-135m/config.json ## the tests that need the peers, and a real vLLM
 	$(BIN)/python -m pytest -q -m integration

@@ -36,13 +36,13 @@ from longarc.pipeline.preflight import expert
 from longarc.pipeline.workspace import (
     TOKENIZER_FILE,
     Loaded,
-    chat_format,
     load_checkpoint,
     task_family,
 )
 from longarc.records.metric import combine
 from longarc.runs.directory import RunDirectory
 from longarc.tokens.chat_format import ChatFormat
+from longarc.tokens.formats import make_chat_format
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.draft_objective import DraftObjective, DraftSums
 from longarc.trainer.packing import pack_shared
@@ -114,7 +114,7 @@ class Start:
 
     def _format(self) -> ChatFormat:
         tokenizer = Tokenizer.load(self.run_dir / TOKENIZER_FILE)
-        return chat_format(self.recipe.tokenizer.chat_format, tokenizer)
+        return make_chat_format(self.recipe.tokenizer.chat_format, tokenizer)
 
 
 def load_start(run_dir: Path, stage: str) -> Start:

@@ -40,13 +40,13 @@ from longarc.pipeline.workspace import (
     TOKENIZER_FILE,
     Attention,
     Loaded,
-    chat_format,
     load_checkpoint,
 )
 from longarc.records.conversation import Conversation
 from longarc.records.message import Message, Role
 from longarc.runs.directory import RunDirectory
 from longarc.tokens.chat_format import ChatFormat
+from longarc.tokens.formats import make_chat_format
 from longarc.tokens.tokenizer import Tokenizer
 
 MAX_LOSS_RATIO = 1.01
@@ -72,7 +72,7 @@ class Start:
     num_selected: int
 
     def chat_format(self) -> ChatFormat:
-        return chat_format(str(self.after.manifest.info["chat_format"]), self.tokenizer)
+        return make_chat_format(str(self.after.manifest.info["chat_format"]), self.tokenizer)
 
 
 def read_run(path: Path, stage: str) -> Start:

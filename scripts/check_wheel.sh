@@ -15,6 +15,7 @@ import importlib.util
 assert importlib.util.find_spec("torch") is None, "the base install must not bring torch"
 import longarc.gateway.core, longarc.orchestrator.loop, longarc.runs.ledger, longarc.tokens.tokenizer
 PY
+"$work/venv/bin/python" scripts/check_gateway.py
 "$work/venv/bin/longarc" --help >/dev/null
 "$work/venv/bin/longarc" config check recipes/quickstart.toml
 echo "wheel: control plane imports and runs without torch"

@@ -22,8 +22,9 @@ from longarc.data.sft import conversation_document
 from longarc.models.decoder_base import Decoder
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
-from longarc.pipeline.workspace import TOKENIZER_FILE, chat_format, load_checkpoint, task_family
+from longarc.pipeline.workspace import TOKENIZER_FILE, load_checkpoint, task_family
 from longarc.runs.directory import RunDirectory
+from longarc.tokens.formats import make_chat_format
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.muon import orthogonalise, update_scale
 
@@ -39,7 +40,7 @@ def read_documents(run: RunDirectory, recipe: Recipe, family: str, count: int) -
         settings["expert_tokens"] = (HAYSTACK_TOKENS, HAYSTACK_TOKENS + 50)
     expert: Any = task_family(recipe, family, TaskShare(settings=settings))
     tokenizer = Tokenizer.load(run.path / TOKENIZER_FILE)
-    form = chat_format(recipe.tokenizer.chat_format, tokenizer)
+    form = make_chat_format(recipe.tokenizer.chat_format, tokenizer)
     return [
         conversation_document(expert.demonstration(10_000 + i), form, max_tokens=4096)
         for i in range(count)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from longarc.errors import ContractError, EngineError, EngineLostError, LongArcError
 from longarc.records.message import Message, ToolSpec
-from longarc.records.ports import AssistantTurn, ContextExhausted, ExecResult, SandboxSpec
+from longarc.records.ports import (
+    AssistantTurn,
+    ContextExhausted,
+    ContextUse,
+    ExecResult,
+    SandboxSpec,
+)
 from longarc.records.sampling import (
     EngineHealth,
     FinishReason,
@@ -45,6 +51,8 @@ class FakeEngine:
     """Called with (request index, piece index) before each piece; may raise."""
     requests: list[EngineRequest] = field(default_factory=list)
     num_cancelled: int = 0
+    yields: bool = False
+    """Lets other tasks run before each piece, so that requests overlap."""
 
     def __post_init__(self) -> None:
         self._script = iter(self.completions)
@@ -64,6 +72,8 @@ class FakeEngine:
         is_done = False
         try:
             for piece, start in enumerate(range(0, len(ids), self.piece_tokens)):
+                if self.yields:
+                    await asyncio.sleep(0)
                 if self.before_piece is not None:
                     self.before_piece(request, piece)
                 part = ids[start : start + self.piece_tokens]
@@ -303,9 +313,19 @@ class ScriptedPolicy:
     script: Iterable[Message | AssistantTurn]
     seen: list[tuple[Message, ...]] = field(default_factory=list)
     """The conversation at each request."""
+    asked: list[tuple[object, ...]] = field(default_factory=list)
+    """Tools, tool choice, lineage and budget of each request."""
+    max_tokens: int = 1000
+    """Context, in words of the messages' contents, of which each counts as a token."""
 
     def __post_init__(self) -> None:
         self._rest = iter(self.script)
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        used = sum(len(message.content.split()) for message in messages)
+        return ContextUse(num_tokens=used, max_tokens=self.max_tokens)
 
     async def chat(
         self,
@@ -313,8 +333,11 @@ class ScriptedPolicy:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: str = "auto",
+        lineage: object = None,
     ) -> AssistantTurn:
         self.seen.append(tuple(messages))
+        self.asked.append((tuple(tools), tool_choice, lineage, max_new_tokens))
         said = next(self._rest, None)
         if said is None:
             raise ContextExhausted

@@ -113,6 +113,8 @@ class FakeSession:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: str = "auto",
+        lineage: object = None,
     ) -> AssistantTurn:
         if self.error is not None:
             raise self.error

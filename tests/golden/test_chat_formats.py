@@ -14,6 +14,7 @@ from token_samples import chatml_tokenizer, small_tokenizer
 
 CASES = json.loads((Path(__file__).parent / "data" / "chat_formats.json").read_text())["cases"]
 FORMATS: dict[str, ChatFormat] = {
+    "glm-4.5": GlmFormat(small_tokenizer(), version="glm-4.5"),
     "glm-4.7": GlmFormat(small_tokenizer()),
     "glm-5.2": GlmFormat(small_tokenizer(), version="glm-5.2"),
     "chatml": ChatMlFormat(chatml_tokenizer()),

@@ -13,6 +13,14 @@ def positive_int(text: str) -> int:
     return number
 
 
+def natural_int(text: str) -> int:
+    """Read a whole number of at least 0."""
+    number = _whole(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 0")
+    return number
+
+
 def temperature(text: str) -> float:
     """Read a temperature that can be sampled with."""
     number = _number(text)

@@ -93,6 +93,11 @@ class ValuePretrainConfig(SamplingStageConfig):
         self.critic.check_length(self.loop.num_steps)
         if self.overlong is not None:
             self.overlong.check_reach(self.rollout)
+        if self.rollout.routing_replay != "none":
+            raise ValueError(
+                f"rollout.routing_replay={self.rollout.routing_replay!r} has no effect: the policy is not computed, and "
+                f"the critic routes by its own weights. Leave it out."
+            )
         loop = self.loop
         if (
             loop.dynamic_sampling

@@ -13,6 +13,8 @@ from longarc.errors import ConfigError
 WeightQuantisation: TypeAlias = Literal["none", "fp8"]
 CacheQuantisation: TypeAlias = Literal["none", "fp8"]
 
+ENGINE_KEY = "LONGARC_ENGINE_KEY"
+"""Environment variable with the key of the engine servers; they and who uses them need the same."""
 _MOST_PORT = 65_535
 _ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import (
     check_engine_fits,
+    check_keys_are_selected,
     check_model_fits,
     check_names,
     check_start,
@@ -19,23 +20,11 @@ from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, ModelConfig
 from longarc.config.rollout import SamplingStageConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
+from longarc.config.tokenizer import TokenizerConfig
 from longarc.config.transformers_model import model_key
 
 INITIAL = "initial"
 """What the weights that a recipe starts from are called, where they stand beside its stages."""
-
-
-class TokenizerConfig(Settings):
-    """Where text becomes ids."""
-
-    vocab_size: int = Field(2048, ge=300)
-    """Size of the byte-level BPE that pretrain trains, special tokens included [tokens]."""
-    training_bytes: int = Field(4_000_000, ge=1000)
-    """Text the BPE is trained on [bytes]."""
-    path: str | None = None
-    """An existing tokenizer.json to use instead of training one."""
-    chat_format: Literal["glm-5", "glm-5.2", "chatml"] = "glm-5"
-    """How messages become tokens."""
 
 
 class TaskFamilyConfig(Settings):
@@ -119,6 +108,9 @@ class Recipe(Settings):
         check_names("task family", self.tasks)
         own = self.model if self.initial is None else None
         check_engine_fits(self.engine, self.stages, model=own)
+        check_keys_are_selected(
+            self.stages, is_sparse=self.initial is not None and self.initial.is_sparse
+        )
         if self.initial is not None:
             return (
                 self  # the weights bring the shape of the model, which is checked when it is known

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
-from longarc.records.sampling import MIN_TEMPERATURE, UpdatePolicy
+from longarc.records.sampling import MIN_TEMPERATURE, RoutingReplay, UpdatePolicy
 
 
 class TaskShare(Settings):
@@ -39,6 +39,11 @@ class RolloutConfig(Settings):
     """A turn that is being sampled when new weights arrive goes on under them with its old cache (``continue``), computes
     its cache again before it goes on (``recompute``), or ends under the old weights, for which the engine keeps a second copy
     and further updates wait (``finish``). None leaves it to the engine: the embedded one continues."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing training computes with, in place of its own choices (rollout routing replay, R3):
+    ``experts`` of each token, or ``experts_and_keys``, also what its indexers selected. The engine then keeps them beside
+    the rows of its cache and they are recorded with the tokens. LongArc's engine and trainer choose alike for the same
+    weights, so this is for weights that differ: rollouts in FP8, or turns that an update caught. For glm_moe_dsa."""
 
     @field_validator("temperature")
     @classmethod

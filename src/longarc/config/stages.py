@@ -413,6 +413,11 @@ class EvalConfig(Settings):
 
     @model_validator(mode="after")
     def _weights_stay(self) -> Self:
+        if self.rollout.routing_replay != "none":
+            raise ValueError(
+                f"rollout.routing_replay={self.rollout.routing_replay!r} has no effect in an evaluation, which trains "
+                f"nothing; leave it out"
+            )
         if self.rollout.on_update is not None:
             raise ValueError(
                 f"rollout.on_update={self.rollout.on_update!r} has no effect in an evaluation, whose weights never "

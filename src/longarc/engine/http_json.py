@@ -22,6 +22,7 @@ class HttpJson:
         url: str,
         *,
         socket: str | None = None,
+        api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Talk to ``url``, through a Unix socket where one is given.
@@ -29,6 +30,7 @@ class HttpJson:
         Args:
             url: scheme and host; of a Unix socket any host will do.
             socket: path of a Unix socket.
+            api_key: what the server was started with (``--api-key``), if anything.
             transport: replaces the network, for tests.
         """
         self.where = url if socket is None else f"unix:{socket}"
@@ -37,7 +39,11 @@ class HttpJson:
             transport = httpx.AsyncHTTPTransport(uds=socket, limits=limits)
         # No proxies from the environment, and no time-outs: how long a completion takes is the caller's business.
         self._client = httpx.AsyncClient(
-            base_url=url, transport=transport, timeout=None, trust_env=False
+            base_url=url,
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            transport=transport,
+            timeout=None,
+            trust_env=False,
         )
 
     async def close(self) -> None:

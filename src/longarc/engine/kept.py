@@ -15,12 +15,12 @@ class KeptCompletion:
         """Begin.
 
         Args:
-            prompt_ids: the prompt as it was asked.
+            prompt_ids: the prompt as it was asked; nobody changes it meanwhile.
             sampling: with a seed; draws are a function of seed and position, so the completion is the same
                 wherever it goes on, as long as the weights are.
             keep_every_tokens: most tokens that an engine holds back [tokens].
         """
-        self._prompt = list(prompt_ids)
+        self._prompt = prompt_ids
         self._sampling = sampling
         asked = sampling.stream_interval_tokens
         self._interval = min(asked, keep_every_tokens) if asked > 0 else keep_every_tokens
@@ -34,13 +34,19 @@ class KeptCompletion:
         """Tokens sampled so far [tokens]."""
         return len(self._ids)
 
-    def request(self) -> tuple[list[int], Sampling]:
+    def request(self) -> tuple[Sequence[int], Sampling]:
         """Return prompt and sampling of what is left."""
-        return [*self._prompt, *self._ids], replace(
+        first = self._sampling.returns_routing_from
+        if first is not None and self._ids:
+            # What was kept drew its tokens with the choices up to the one before its last.
+            first = max(first, len(self._prompt) + len(self._ids) - 1)
+        ids = [*self._prompt, *self._ids] if self._ids else self._prompt
+        return ids, replace(
             self._sampling,
             max_new_tokens=self._sampling.max_new_tokens - len(self._ids),
             num_sampled_before=self._sampling.num_sampled_before + len(self._ids),
             stream_interval_tokens=self._interval,
+            returns_routing_from=first,
         )
 
     def add(self, piece: SampledTokens) -> SampledTokens:

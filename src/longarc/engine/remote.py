@@ -4,7 +4,8 @@ Whatever goes wrong between here and there is an `EngineLostError`, which says t
 on with the request; whatever the server raised comes back as the class it was raised as.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,11 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import httpx
+import numpy as np
+import orjson
 
-from longarc.engine.request import whole_ids
+from longarc.engine.ids import whole_ids
+from longarc.engine.line_client import LineClient, LineClientError
 from longarc.engine.wire import (
     INSTANCE_HEADER,
     PROTOCOL_HEADER,
@@ -34,7 +38,9 @@ from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, Weig
 T = TypeVar("T")
 
 _OK, _UNAUTHORISED = 200, 401
-_MAX_LINE_BYTES = 64 << 20
+_NOT_WHOLE = "fduw"
+"""Type codes of arrays that hold no whole numbers."""
+_NO_IDS = b'"prompt_ids":[]'
 
 
 class RemoteEngine:
@@ -48,7 +54,6 @@ class RemoteEngine:
         rank: int = 0,
         connect_timeout_s: float = 5.0,
         answer_timeout_s: float = 600.0,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Prepare to talk to a server; nothing is sent yet.
 
@@ -60,26 +65,26 @@ class RemoteEngine:
             answer_timeout_s: how long scoring, an update or a question about health may take [seconds]. A
                 stream has no limit: how long a request waits for its turn is the queue's affair, and
                 whether the server is alive is the router's.
-            transport: in place of the network, in tests.
         """
         self.address = address
         self._rank = rank
         self._name = f"{address} rank {rank}"
         self._instance_id = ""
         self._expected: EngineDescription | None = None
+        headers = {
+            "authorization": f"Bearer {api_key}",
+            PROTOCOL_HEADER: str(PROTOCOL_VERSION),
+        }
+        self._lines = LineClient(address, headers=headers, connect_timeout_s=connect_timeout_s)
         self._client = httpx.AsyncClient(
             base_url=address,
-            headers={
-                "authorization": f"Bearer {api_key}",
-                PROTOCOL_HEADER: str(PROTOCOL_VERSION),
-            },
+            headers=headers,
             timeout=httpx.Timeout(answer_timeout_s, connect=connect_timeout_s),
-            # A stream holds its connection; how many there are is bounded by who asks. An idle one is given up
-            # before the server does it (after 5 s), or a request would now and then meet a closed door.
+            # An idle connection is given up before the server does it (after 5 s), or a request would now and
+            # then meet a closed door.
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
             ),
-            transport=transport,
             trust_env=False,  # a proxy for the web is none for a server in the next rack
         )
 
@@ -96,6 +101,7 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._lines.close()
         await self._client.aclose()
 
     async def describe(self) -> EngineDescription:
@@ -117,24 +123,16 @@ class RemoteEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str
     ) -> AsyncIterator[SampledTokens]:
         """Sample one completion; see `longarc.records.ports.Engine`."""
-        body = dumps(
-            StreamRequest(
-                prompt_ids=tuple(whole_ids("prompt ids", prompt_ids)),
-                sampling=sampling,
-                session_id=session_id,
-                rank=self._rank,
-            )
-        )
-        timeout = httpx.Timeout(None, connect=self._client.timeout.connect)
+        body = _stream_body(prompt_ids, sampling, session_id=session_id, rank=self._rank)
         with _network(self._name):
-            async with self._client.stream(
-                "POST", "/v1/stream", content=body, timeout=timeout
-            ) as response:
-                if response.status_code != _OK:
-                    raise self._error(response, await response.aread())
-                self._check_instance(response)
-                async for line in _lines(response):
+            async with self._lines.post("/v1/stream", body) as reply:
+                if reply.status != _OK:
+                    raise self._error(reply.status, await reply.read())
+                self._check_instance(reply.headers)
+                async for line in reply.lines():
                     piece = self._read(SampledTokens, line)
+                    if piece.finish_reason is not None:
+                        reply.is_as_good_as_over()
                     yield piece
                     if piece.finish_reason is not None:
                         return
@@ -181,8 +179,8 @@ class RemoteEngine:
                 method, path, content=None if body is None else dumps(body)
             )
         if response.status_code != _OK:
-            raise self._error(response, response.content)
-        self._check_instance(response)
+            raise self._error(response.status_code, response.content)
+        self._check_instance(response.headers)
         return self._read(kind, response.content)
 
     def _read(self, kind: type[T], data: bytes) -> T:
@@ -195,23 +193,44 @@ class RemoteEngine:
         except EngineRequestError as cause:
             raise EngineLostError(f"{self._name} answers in an unknown way: {cause}") from cause
 
-    def _error(self, response: httpx.Response, body: bytes) -> EngineError | ConfigError:
-        if response.status_code == _UNAUTHORISED:
+    def _error(self, status: int, body: bytes) -> EngineError | ConfigError:
+        if status == _UNAUTHORISED:
             return ConfigError(
                 f"{self._name} refuses the key; give LONGARC_ENGINE_KEY the value that the server has"
             )
         error = error_of(body, source=self._name)
         return error or EngineLostError(
-            f"{self._name} answered {response.status_code} {body[:200]!r}: is it an engine server?"
+            f"{self._name} answered {status} {body[:200]!r}: is it an engine server?"
         )
 
-    def _check_instance(self, response: httpx.Response) -> None:
+    def _check_instance(self, headers: Mapping[str, str]) -> None:
         """Refuse an answer of a server that was started anew since it was last asked for its health."""
-        shown = response.headers.get(INSTANCE_HEADER, "")
+        shown = headers.get(INSTANCE_HEADER, "")
         if shown and self._instance_id and shown != self._instance_id:
             raise EngineLostError(
                 f"{self._name} was started anew: its weights may be others. Ask for its health first"
             )
+
+
+def _stream_body(
+    prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str, rank: int
+) -> bytes:
+    """Return the body of a request; ids in an array are written as they lie there, which matters for long prompts."""
+    is_fast = isinstance(prompt_ids, array) and prompt_ids.typecode not in _NOT_WHOLE
+    request = StreamRequest(
+        prompt_ids=() if is_fast else tuple(whole_ids("prompt ids", prompt_ids)),
+        sampling=sampling,
+        session_id=session_id,
+        rank=rank,
+    )
+    body = dumps(request)
+    if not isinstance(prompt_ids, array) or not is_fast:
+        return body
+    ids = orjson.dumps(
+        np.frombuffer(prompt_ids, prompt_ids.typecode), option=orjson.OPT_SERIALIZE_NUMPY
+    )
+    before, _, after = body.partition(_NO_IDS)
+    return b"".join((before, _NO_IDS[:-2], ids, after))
 
 
 def _change(before: EngineDescription, now: EngineDescription) -> str | None:
@@ -224,6 +243,8 @@ def _change(before: EngineDescription, now: EngineDescription) -> str | None:
         keys = {*before.model, *now.model}
         key = min(key for key in keys if before.model.get(key) != now.model.get(key))
         return f"serves another model: {key} is {now.model.get(key)!r} now, it was {before.model.get(key)!r}"
+    if before.records_routing not in ("none", now.records_routing):
+        return f"has records_routing={now.records_routing!r} now, {before.records_routing!r} is asked of it"
     for name in ("max_context_tokens", "num_ranks"):
         was, found = getattr(before, name), getattr(now, name)
         if found < was:
@@ -241,20 +262,7 @@ def _network(name: str) -> Iterator[None]:
     """Turn what the network does into `EngineLostError`."""
     try:
         yield
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, LineClientError) as error:
         raise EngineLostError(
             f"{name} cannot be reached: {type(error).__name__} {error}".rstrip()
         ) from error
-
-
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of a response, split at newlines alone, whatever else JSON strings hold."""
-    rest = b""
-    async for chunk in response.aiter_bytes():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
-        if len(rest) > _MAX_LINE_BYTES:
-            raise EngineLostError(
-                f"{response.url} sends a line of more than {_MAX_LINE_BYTES} bytes"
-            )

@@ -24,7 +24,7 @@ from typing import Self
 from longarc.config.routing import RoutingConfig
 from longarc.engine.fleet import Fleet
 from longarc.engine.kept import KeptCompletion
-from longarc.engine.sampler import seed_of_request
+from longarc.engine.seeds import seed_of_request
 from longarc.engine.streams import closing
 from longarc.engine.worker import Worker
 from longarc.errors import (

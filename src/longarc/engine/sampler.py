@@ -17,7 +17,7 @@ from torch import Tensor
 from longarc.algos.truncation import kept_logprobs, kept_tokens
 from longarc.models.kernels.native import native_for
 from longarc.models.kernels.vocabulary import sample_rows
-from longarc.records.sampling import MAX_SEED, Sampling
+from longarc.records.sampling import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -70,11 +70,6 @@ def sampling_probability(
         probability_BV[greedy] = 0.0
         probability_BV[greedy, logits_BV[greedy].argmax(dim=-1)] = 1.0
     return torch.where(is_finite_B1, probability_BV, 0.0)
-
-
-def seed_of_request(engine_seed: int, number: int) -> int:
-    """Return the seed of the ``number``-th request that an engine gives one itself; one that `Sampling` takes."""
-    return (engine_seed * 1_000_003 + number) % (MAX_SEED + 1)
 
 
 def sampling_logprobs(

@@ -18,14 +18,13 @@ the probe finds.
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from longarc.config.engine_clients import SglangConfig
 from longarc.engine.http_json import HttpJson, prometheus
 from longarc.engine.pair import InFlight
 from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
 from longarc.engine.served import BrokenServerError, ServerCounts, ServerRequest, finite
-from longarc.engine.sglang_weights import WeightTransport
 from longarc.errors import ConfigError, EngineError, boundary
 from longarc.records.sampling import FinishReason, Sampling, UpdatePolicy
 
@@ -37,6 +36,18 @@ _COUNTERS = {
     "sglang:prompt_tokens_total": "num_prompt_tokens",
     "sglang:cached_tokens_total": "num_cached_tokens",
 }
+
+
+class WeightTransport(Protocol):
+    """One way to hand a weight file over."""
+
+    async def send(self, path: str, *, policy_version: int, flush_cache: bool) -> Any:
+        """Hand the file over and return what the server answers.
+
+        Raises:
+            EngineError: the server cannot be reached or refuses, or the file cannot be read.
+        """
+        ...
 
 
 class SglangServer:

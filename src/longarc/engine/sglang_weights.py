@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - teaches ForkingPickler how tensors are shared
@@ -25,22 +25,11 @@ from torch import Tensor
 
 from longarc.config.engine_clients import SglangConfig
 from longarc.engine.http_json import HttpJson
+from longarc.engine.sglang import WeightTransport
 from longarc.errors import EngineError, boundary
 
 GROUP = "longarc_weights"
 """Name of the process group of a broadcast."""
-
-
-class WeightTransport(Protocol):
-    """One way to hand a weight file over."""
-
-    async def send(self, path: str, *, policy_version: int, flush_cache: bool) -> Any:
-        """Hand the file over and return what the server answers.
-
-        Raises:
-            EngineError: the server cannot be reached or refuses, or the file cannot be read.
-        """
-        ...
 
 
 @contextlib.contextmanager

@@ -2,22 +2,25 @@
 
 ::
 
-    messages --chat--> assistant message --tool calls--> tools --results--> messages
-                             |
-                             +-- no calls: completed
+    messages --fit to the context--> chat --> assistant message --tool calls--> tools --results--> messages
+                                                   |
+                                                   +-- no calls: completed
 
 What the policy does wrong is data: a malformed call, an unknown tool, a command that hangs all come
 back to it as text, and the episode is graded. What the world does wrong ends the episode with an
 environment outcome, which keeps it out of the loss.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from longarc.config.context import ContextConfig
+from longarc.envs.context_manager import make_context
 from longarc.errors import RolloutError, SandboxError, boundary
+from longarc.records.lineage import Lineage
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
 from longarc.records.outcome import Outcome
-from longarc.records.ports import ContextExhausted, PolicyClient
+from longarc.records.ports import AssistantTurn, ContextExhausted, PolicyClient
 from longarc.records.task import Task
 from longarc.records.trajectory import EpisodeResult
 
@@ -36,6 +39,7 @@ async def run_tool_loop(
     *,
     max_turns: int,
     max_new_tokens: int | None = None,
+    context: ContextConfig | None = None,
 ) -> EpisodeResult:
     """Let the policy act on ``task`` until it answers without a call, or a bound is reached.
 
@@ -45,19 +49,23 @@ async def run_tool_loop(
         tools: what runs a call, by name; every name of ``task.tools`` needs one.
         max_turns: answers the policy may give [turns].
         max_new_tokens: bound of one answer [tokens]; None leaves it to the session.
+        context: what keeps the conversation within the context; None shows everything until it is full.
 
     Returns:
-        The episode. ``info`` holds ``num_tool_calls``, ``num_tool_errors`` and, where the world
-        failed, ``error``. An ``EngineError`` is not caught: whoever runs the engine says what it was.
+        The episode, its conversation as it stood at the end. ``info`` holds ``num_tool_calls``,
+        ``num_tool_errors``, what was done about the context and, where the world failed, ``error``.
+        An ``EngineError`` is not caught: whoever runs the engine says what it was.
     """
     messages = list(task.messages)
     counts = {"num_tool_calls": 0, "num_tool_errors": 0}
     facts: dict[str, Json] = {}
     outcome = Outcome.TRUNCATED_TURNS
     num_turns = 0
+    manager = make_context(context, opening=task.messages, tools=task.tools)
     while num_turns < max_turns:
         try:
-            turn = await policy.chat(messages, tools=task.tools, max_new_tokens=max_new_tokens)
+            shown = await manager.fit(messages, policy)
+            turn = await _asked(policy, shown, task.tools, max_new_tokens, manager.lineage)
         except ContextExhausted:
             outcome = Outcome.TRUNCATED_TOKENS
             break
@@ -77,8 +85,24 @@ async def run_tool_loop(
             facts["error"] = str(error)
             break
     return EpisodeResult(
-        outcome=outcome, messages=tuple(messages), num_turns=num_turns, info={**counts, **facts}
+        outcome=outcome,
+        messages=tuple(messages),
+        num_turns=num_turns,
+        info={**counts, **manager.counts, **facts},
     )
+
+
+async def _asked(
+    policy: PolicyClient,
+    messages: Sequence[Message],
+    tools: tuple[ToolSpec, ...],
+    max_new_tokens: int | None,
+    lineage: Lineage | None,
+) -> AssistantTurn:
+    """Ask the policy; only an environment that rewrites its context says who asks."""
+    if lineage is None:
+        return await policy.chat(messages, tools=tools, max_new_tokens=max_new_tokens)
+    return await policy.chat(messages, tools=tools, max_new_tokens=max_new_tokens, lineage=lineage)
 
 
 async def _run_calls(

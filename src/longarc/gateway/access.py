@@ -117,6 +117,7 @@ class ServeAccess:
                 f"limit; use one of them or restart the server",
                 code="too_many_sessions",
                 kind="rate_limit_error",
+                headers={"retry-after": "60"},
             )
         session = self._open_session(f"{shown.hex()[:8]}/{name}")
         self._sessions[shown, name] = session

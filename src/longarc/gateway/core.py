@@ -4,11 +4,15 @@ In-process environments hold a session and call ``chat``; ``http`` translates a 
 call. There is one way from messages to tokens.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from longarc.errors import ConfigError, ContractError
+from longarc.gateway.asked import RecognitionRules
+from longarc.gateway.budget import SessionBudget
 from longarc.gateway.openings import Openings
-from longarc.gateway.session import GatewaySession, SessionClosed, SessionSettings
+from longarc.gateway.session import GatewaySession
+from longarc.gateway.session_settings import SessionClosed, SessionSettings
 from longarc.gateway.turn_log import TurnLog
 from longarc.records.ports import Engine
 from longarc.records.sampling import Sampling
@@ -26,6 +30,10 @@ class Gateway:
         min_new_tokens: int = 8,
         clear_thinking: bool = False,
         turn_log: TurnLog | None = None,
+        repeat_window_s: float | None = None,
+        rules: RecognitionRules | None = None,
+        max_warm_bytes: int = 16 << 20,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind engine and format.
 
@@ -38,13 +46,25 @@ class Gateway:
                 conversation only grows; True forgets it at each user message (interleaved thinking),
                 which opens a new segment there.
             turn_log: called with every turn before its answer is returned.
+            repeat_window_s: how long after its answer a request with an equal body counts as that request sent
+                again [seconds]; 0 only while it runs, None never (``SessionSettings``).
+            rules: how agents, windows, summaries and side requests are told apart.
+            max_warm_bytes: memory of sessions that are ready to go on [bytes]; those used longest ago rest
+                beyond it, which packs their turns.
+            clock: for the time that sessions take [seconds]; it may jump.
         """
         self._engine = engine
         self._format = chat_format
         self._min_new_tokens = min_new_tokens
         self._clear_thinking = clear_thinking
         self._turn_log = turn_log
+        self._repeat_window_s = repeat_window_s
+        self._rules = rules or RecognitionRules()
+        self._max_warm_bytes = max_warm_bytes
+        self._clock = clock
         self._sessions: dict[str, GatewaySession] = {}
+        self._warm: dict[str, int] = {}
+        self._num_warm_bytes = 0
         self._openings = Openings(chat_format, clear_thinking=clear_thinking)
 
     @property
@@ -58,7 +78,13 @@ class Gateway:
         return self._format
 
     def open(
-        self, session_id: str, *, sampling: Sampling, thinking: bool, max_context_tokens: int
+        self,
+        session_id: str,
+        *,
+        sampling: Sampling,
+        thinking: bool,
+        max_context_tokens: int,
+        budget: SessionBudget | None = None,
     ) -> GatewaySession:
         """Open the session of one rollout.
 
@@ -67,6 +93,7 @@ class Gateway:
             sampling: the distribution and the largest budget of a turn.
             thinking: whether answers begin with reasoning.
             max_context_tokens: most tokens of prompt and completion together.
+            budget: how much the session may use; None for no bound.
 
         Raises:
             ContractError: a session of this id is open.
@@ -89,12 +116,17 @@ class Gateway:
                 max_context_tokens=max_context_tokens,
                 min_new_tokens=self._min_new_tokens,
                 clear_thinking=self._clear_thinking,
+                budget=budget or SessionBudget(),
+                repeat_window_s=self._repeat_window_s,
+                rules=self._rules,
             ),
             engine=self._engine,
             chat_format=self._format,
             openings=self._openings,
             turn_log=self._turn_log,
             on_close=self._forget,
+            on_used=self._use,
+            clock=self._clock,
         )
         self._sessions[session_id] = session
         return session
@@ -107,6 +139,7 @@ class Gateway:
         sampling: Sampling,
         thinking: bool,
         max_context_tokens: int,
+        budget: SessionBudget | None = None,
     ) -> GatewaySession:
         """Open a session again with the tree that its turn log describes.
 
@@ -114,7 +147,11 @@ class Gateway:
             ContractError: the log is damaged, or the session is open.
         """
         session = self.open(
-            session_id, sampling=sampling, thinking=thinking, max_context_tokens=max_context_tokens
+            session_id,
+            sampling=sampling,
+            thinking=thinking,
+            max_context_tokens=max_context_tokens,
+            budget=budget,
         )
         try:
             session.restore(payloads)
@@ -134,6 +171,14 @@ class Gateway:
             raise SessionClosed(f"session {session_id!r} is closed or was never opened")
         return session
 
+    def find(self, session_id: str) -> GatewaySession | None:
+        """Return an open session, or None."""
+        return self._sessions.get(session_id)
+
+    def drop(self, session: GatewaySession) -> None:
+        """Forget a session without closing it: it can be restored from its turn log."""
+        self._forget(session.settings.session_id)
+
     @property
     def num_open_sessions(self) -> int:
         """Sessions that were opened and not closed."""
@@ -141,3 +186,17 @@ class Gateway:
 
     def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
+        self._num_warm_bytes -= self._warm.pop(session_id, 0)
+
+    def _use(self, session: GatewaySession) -> None:
+        """Note that a session was used, and let those rest for which there is no room."""
+        session_id = session.settings.session_id
+        if session.is_closed:
+            return
+        self._num_warm_bytes += session.num_bytes - self._warm.pop(session_id, 0)
+        self._warm[session_id] = session.num_bytes
+        for oldest in list(self._warm):
+            if self._num_warm_bytes <= self._max_warm_bytes or oldest == session_id:
+                return
+            self._num_warm_bytes -= self._warm.pop(oldest)
+            self._sessions[oldest].rest()

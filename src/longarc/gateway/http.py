@@ -1,48 +1,47 @@
-"""The HTTP door: OpenAI chat completions over the gateway's sessions.
+"""The HTTP door: three dialects over the gateway's sessions.
 
 ::
 
-    POST /v1/chat/completions      key as bearer token        GET /v1/models[/NAME]      GET /health
-    POST /s/{key}/v1/chat/...      key in the path            GET /s/{key}/v1/models[/NAME]
+    POST /v1/chat/completions        key as bearer token or x-api-key     GET /v1/models[/NAME]     GET /health
+    POST /v1/responses               or in the path, for all of them:     GET /openapi.json         HEAD /
+    POST /v1/messages[/count_tokens] /s/{key}/v1/...
 
-Starlette only routes and frames; ``chat_completions`` translates, ``session`` answers. A client that
+Starlette only routes and frames; the dialects translate, ``turns`` asks, ``session`` answers. A client that
 hangs up cancels its request in the engine, and nothing of it is recorded.
 """
 
 import asyncio
+import hashlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from longarc.errors import (
-    ConfigError,
-    ContractError,
-    EngineError,
-    EngineRequestError,
-    LongArcError,
-    boundary,
-)
+from longarc.errors import ContractError, EngineError, LongArcError, boundary
 from longarc.gateway.access import Access
-from longarc.gateway.chat_completions import ChatRequest, read_request, write_response
+from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
-from longarc.gateway.session import GatewaySession, SessionClosed
-from longarc.gateway.wire import WireError, busy, not_found, unknown_model
-from longarc.records.ports import ContextExhausted
-from longarc.records.sampling import Sampling
+from longarc.gateway.dialect import ChatRequest, Dialect, Exchange, Surroundings, json_bytes
+from longarc.gateway.messages import Messages, model_card
+from longarc.gateway.openapi import description
+from longarc.gateway.responses import Responses
+from longarc.gateway.session import GatewaySession
+from longarc.gateway.sse import EventResponse, Events
+from longarc.gateway.stored_answers import StoredAnswers
+from longarc.gateway.turns import Asking, StreamedTurn, answers_to
+from longarc.gateway.wire import WireError, as_wire, busy, too_long, too_slow, unknown_model
 
 _log = logging.getLogger(__name__)
 
-_HUNG_UP = 499
+_HUNG_UP: Final = 499
+_CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), Messages()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +54,18 @@ class HttpSettings:
     """Whether a request may name any other model, and gets this one. In a rollout it may: an agent program that is
     trained names models of its own, for side requests too. A served model is asked for by one of its names."""
     honours_sampling: bool = False
-    """Whether a request's temperature, top_p, seed and thinking count. In a rollout they do not: the run decides
+    """Whether a request's temperature, top_p, top_k, seed and thinking count. In a rollout they do not: the run decides
     how its policy is sampled, and an agent program does not know that it is being trained."""
     max_body_bytes: int = 32 << 20
     """Longest request body [bytes]."""
+    body_timeout_s: float = 120.0
+    """How long a client may take to send a body [seconds]."""
     max_concurrent: int = 1024
     """Requests answered at once; more get 429."""
+    ping_s: float = 10.0
+    """How long a stream may be silent before it says that it lives [seconds]."""
+    send_timeout_s: float = 120.0
+    """How long a client may take for what is written to it; then it counts as gone [seconds]."""
 
 
 def build_app(
@@ -79,10 +84,17 @@ def build_app(
         clock: seconds since the epoch, for ``created``.
     """
     door = _Door(gateway, access, settings or HttpSettings(), clock)
-    routes = [Route("/health", door.health, methods=["GET"])]
+    routes = [
+        Route("/health", door.health, methods=["GET"]),
+        Route("/openapi.json", door.openapi, methods=["GET"]),
+    ]
     for prefix in ("", "/s/{key}"):
         routes += [
-            Route(f"{prefix}/v1/chat/completions", door.chat, methods=["POST"]),
+            Route(prefix or "/", door.root, methods=["GET"]),
+            Route(f"{prefix}/v1/chat/completions", door.turn(_CHAT), methods=["POST"]),
+            Route(f"{prefix}/v1/responses", door.turn(_RESPONSES), methods=["POST"]),
+            Route(f"{prefix}/v1/messages", door.turn(_MESSAGES), methods=["POST"]),
+            Route(f"{prefix}/v1/messages/count_tokens", door.count_tokens, methods=["POST"]),
             Route(f"{prefix}/v1/models", door.models, methods=["GET"]),
             Route(f"{prefix}/v1/models/{{model:path}}", door.model, methods=["GET"]),
         ]
@@ -97,44 +109,68 @@ class _Door:
         self._access = access
         self._settings = settings
         self._clock = clock
+        self._stored = StoredAnswers()
         self._num_running = 0
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a chat completion."""
-        if self._num_running >= self._settings.max_concurrent:
-            return _error(busy(self._settings.max_concurrent))
-        self._num_running += 1
+    def turn(self, dialect: Dialect) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the endpoint that answers conversations of a dialect."""
+
+        async def endpoint(request: Request) -> Response:
+            return await self._turn(request, dialect)
+
+        return endpoint
+
+    async def root(self, request: Request) -> Response:
+        """Say that this is a gateway; some clients ask before they send anything."""
+        try:
+            if "key" in request.path_params:
+                self._session(request)
+        except WireError as error:
+            return _error(error, _dialect_of(request))
+        return _json({"name": "longarc gateway", "description": "/openapi.json"})
+
+    async def openapi(self, request: Request) -> Response:
+        """Describe the routes."""
+        return _json(description())
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Say how many tokens a conversation's prompt would have."""
         try:
             session = self._session(request)
-            body = await _body(request, max_bytes=self._settings.max_body_bytes)
-            work = self._answered(session, body, is_retry=_is_retry(request))
-            return await _until_hang_up(request, work)
-        except WireError as error:
-            return _error(error)
+            asked = _MESSAGES.read_count(await self._body(request))
+            self._check_model(asked)
+            with boundary(ContractError, "counting the tokens of a prompt"):
+                return _json({"input_tokens": self._num_prompt_tokens(session, asked)})
+        except LongArcError as error:
+            return _error(self._wire(error), _MESSAGES)
         except ClientDisconnect:
             return Response(status_code=_HUNG_UP)
-        finally:
-            self._num_running -= 1
 
     async def models(self, request: Request) -> Response:
         """List the names of the one model."""
+        dialect = _dialect_of(request)
         try:
             self._session(request)
         except WireError as error:
-            return _error(error)
-        data = [_model_card(name) for name in self._settings.models]
-        return _json({"object": "list", "data": data})
+            return _error(error, dialect)
+        names = self._settings.models
+        if dialect is _MESSAGES:
+            cards = [model_card(name) for name in names]
+            ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+            return _json({"data": cards} | ends)
+        return _json({"object": "list", "data": [_model_card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """Tell one of the names."""
+        dialect = _dialect_of(request)
         try:
             self._session(request)
             name = request.path_params["model"]
             if name not in self._settings.models:
                 raise unknown_model(name, self._settings.models)
         except WireError as error:
-            return _error(error)
-        return _json(_model_card(name))
+            return _error(error, dialect)
+        return _json(model_card(name) if dialect is _MESSAGES else _model_card(name))
 
     async def health(self, request: Request) -> Response:
         """Say whether the engine answers."""
@@ -142,7 +178,7 @@ class _Door:
             with boundary(EngineError, "asking the engine for its health"):
                 health = await self._gateway.engine.health()
         except LongArcError as error:
-            return _error(_as_wire(error))
+            return _error(as_wire(error), _CHAT)
         body = {
             "status": "ok" if health.is_ready else "not_ready",
             "policy_version": health.policy_version,
@@ -151,64 +187,124 @@ class _Door:
         }
         return _json(body, status=200 if health.is_ready else 503)
 
+    async def _turn(self, request: Request, dialect: Dialect) -> Response:
+        """Answer a conversation; whatever goes wrong becomes a response in the dialect's form."""
+        if self._num_running >= self._settings.max_concurrent:
+            return _error(busy(self._settings.max_concurrent), dialect)
+        self._num_running += 1
+        streams = False
+        try:
+            session = self._session(request)
+            body = await self._body(request)
+            with boundary(ContractError, f"reading {dialect.name}"):
+                exchange, asking = self._read(request, session, body, dialect)
+            if asking.request.streams:
+                streams = True
+                return self._stream(exchange, asking, dialect)
+            return await _until_hang_up(request, self._whole(exchange, asking, dialect))
+        except LongArcError as error:
+            return _error(self._wire(error), dialect)
+        except ClientDisconnect:
+            return Response(status_code=_HUNG_UP)
+        finally:
+            if not streams:
+                self._ended()
+
+    def _ended(self) -> None:
+        self._num_running -= 1
+
+    def _read(
+        self, request: Request, session: GatewaySession, body: bytes, dialect: Dialect
+    ) -> tuple[Exchange, Asking]:
+        tokenizer = self._gateway.chat_format.tokenizer
+        around = Surroundings(
+            tokenizer=tokenizer, created_s=int(self._clock()), history=session.history
+        )
+        exchange = dialect.read(body, around)
+        self._check_model(exchange.request)
+        asking = Asking(
+            session=session,
+            request=self._stored.whole(session, exchange.request),
+            headers=dict(request.headers.items()),
+            # SHA-256 has instructions of its own on most processors, which is twice as fast.
+            body_digest=hashlib.sha256(body).digest()[:16],
+            honours_sampling=self._settings.honours_sampling,
+        )
+        return exchange, asking
+
+    async def _whole(self, exchange: Exchange, asking: Asking, dialect: Dialect) -> Response:
+        try:
+            with boundary(ContractError, f"answering {dialect.name}"):
+                answers = await answers_to(asking)
+                self._stored.keep(asking, exchange.response_id, answers)
+                return _json(exchange.whole(answers))
+        except LongArcError as error:
+            return _error(self._wire(error, asking.session), dialect)
+
+    def _stream(self, exchange: Exchange, asking: Asking, dialect: Dialect) -> EventResponse:
+        turn = StreamedTurn(asking, exchange, self._gateway.chat_format)
+
+        async def work(events: Events) -> None:
+            try:
+                with boundary(ContractError, f"answering {dialect.name}"):
+                    answers = await turn.run(events)
+                    self._stored.keep(asking, exchange.response_id, answers)
+            except LongArcError as error:
+                wire = self._wire(error, asking.session)
+                if events.has_begun:
+                    events.put(turn.failure(wire))
+                else:
+                    events.refused = _error(wire, dialect)
+
+        return EventResponse(
+            work,
+            turn.ping,
+            ping_s=self._settings.ping_s,
+            send_timeout_s=self._settings.send_timeout_s,
+            on_end=self._ended,
+        )
+
+    def _wire(self, error: LongArcError, session: GatewaySession | None = None) -> WireError:
+        """Return what the client is told; what is our own mistake is logged, without what was said."""
+        if isinstance(error, ContractError):
+            cause = error.__cause__ or error
+            frame = _last_frame(cause)
+            name = "" if session is None else f" of session {session.settings.session_id}"
+            _log.error("a request%s failed: %s at %s", name, type(cause).__name__, frame)
+            _log.debug("the error with its message", exc_info=error)
+        return as_wire(error)
+
+    def _num_prompt_tokens(self, session: GatewaySession, asked: ChatRequest) -> int:
+        thinking = asked.thinking if self._settings.honours_sampling else None
+        return session.num_prompt_tokens(asked.messages, tools=asked.tools, thinking=thinking)
+
+    def _check_model(self, asked: ChatRequest) -> None:
+        if not self._settings.takes_other_models and asked.model not in self._settings.models:
+            raise unknown_model(asked.model, self._settings.models)
+
     def _session(self, request: Request) -> GatewaySession:
         return self._access.session(
             path_key=request.path_params.get("key"), bearer=_shown_key(request)
         )
 
-    async def _answered(self, session: GatewaySession, body: bytes, *, is_retry: bool) -> Response:
-        """Answer a body; whatever goes wrong becomes a response."""
+    async def _body(self, request: Request) -> bytes:
+        """Read a body, if it comes in time and is not too long."""
+        limit, limit_s = self._settings.max_body_bytes, self._settings.body_timeout_s
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_long(limit)
+        chunks: list[bytes] = []
+        num_bytes = 0
         try:
-            with boundary(ContractError, "answering a chat completion"):
-                return _json(await self._complete(session, body, is_retry=is_retry))
-        except WireError as error:
-            return _error(error)
-        except LongArcError as error:
-            if isinstance(error, ContractError):
-                _log.exception("a request of session %s failed", session.settings.session_id)
-            return _error(_as_wire(error))
-
-    async def _complete(
-        self, session: GatewaySession, body: bytes, *, is_retry: bool
-    ) -> dict[str, Any]:
-        chat = read_request(body)
-        if not self._settings.takes_other_models and chat.model not in self._settings.models:
-            raise unknown_model(chat.model, self._settings.models)
-        try:
-            answer = await session.answer(
-                chat.messages,
-                tools=chat.tools,
-                max_new_tokens=chat.max_new_tokens,
-                tool_choice=chat.tool_choice,
-                sampling=self._sampling(session, chat),
-                thinking=chat.thinking if self._settings.honours_sampling else None,
-                is_retry=is_retry,
-            )
-        except ContextExhausted as error:
-            raise WireError(
-                400, str(error), param="messages", code="context_length_exceeded"
-            ) from error
-        return write_response(
-            answer,
-            chat,
-            self._gateway.chat_format.tokenizer,
-            response_id=f"chatcmpl-{secrets.token_hex(12)}",
-            created_s=int(self._clock()),
-        )
-
-    def _sampling(self, session: GatewaySession, chat: ChatRequest) -> Sampling | None:
-        if not self._settings.honours_sampling:
-            return None
-        own = session.settings.sampling
-        try:
-            return replace(
-                own,
-                temperature=own.temperature if chat.temperature is None else chat.temperature,
-                top_p=own.top_p if chat.top_p is None else chat.top_p,
-                seed=chat.seed,
-            )
-        except ContractError as error:  # a value that the dialect has and no engine can sample with
-            raise WireError(400, str(error)) from error
+            async with asyncio.timeout(limit_s):
+                async for chunk in request.stream():
+                    num_bytes += len(chunk)
+                    if num_bytes > limit:
+                        raise too_long(limit)
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise too_slow(limit_s) from None
+        return b"".join(chunks)
 
 
 def _model_card(name: str) -> dict[str, Any]:
@@ -222,25 +318,12 @@ def _shown_key(request: Request) -> str | None:
     return request.headers.get("x-api-key") or None
 
 
-def _is_retry(request: Request) -> bool:
-    """Whether the client says that it sends this again (the SDKs count their retries in a header)."""
-    return request.headers.get("x-stainless-retry-count", "0") != "0"
-
-
-async def _body(request: Request, *, max_bytes: int) -> bytes:
-    chunks: list[bytes] = []
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise WireError(
-                413,
-                f"the body is longer than {max_bytes} bytes, the limit of this gateway; shorten the "
-                f"history",
-                code="request_too_large",
-            )
-        chunks.append(chunk)
-    return b"".join(chunks)
+def _dialect_of(request: Request) -> Dialect:
+    """Return the dialect that errors and lists are told in, where no body says it."""
+    path = request.url.path
+    if "anthropic-version" in request.headers or "/v1/messages" in path:
+        return _MESSAGES
+    return _RESPONSES if path.endswith("/v1/responses") else _CHAT
 
 
 async def _until_hang_up(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
@@ -258,31 +341,31 @@ async def _until_hang_up(request: Request, answering: Coroutine[Any, Any, Respon
     return Response(status_code=_HUNG_UP) if work.cancelled() else work.result()
 
 
-def _as_wire(error: LongArcError) -> WireError:
-    if isinstance(error, SessionClosed):
-        return not_found(str(error))
-    if isinstance(error, ConfigError | EngineRequestError):  # the same request would fail again
-        return WireError(400, str(error))
-    if isinstance(error, EngineError):
-        # Nothing was recorded, so the client's own retry is safe.
-        return WireError(503, str(error), kind="server_error", code="engine_error")
-    return WireError(500, str(error), kind="server_error", code="internal_error")
+def _last_frame(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
 
 
-def _error(error: WireError) -> Response:
-    return _json(error.body(), status=error.status, headers=error.headers)
+def _error(error: WireError, dialect: Dialect) -> Response:
+    return _json(dialect.error(error), status=error.status, headers=error.headers)
 
 
 def _json(
     body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     return Response(
-        orjson.dumps(body), status_code=status, headers=headers, media_type="application/json"
+        json_bytes(body), status_code=status, headers=headers, media_type="application/json"
     )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer paths and methods that do not exist in the dialect's own form."""
     assert isinstance(error, HTTPException)
+    # The path may hold a key, which the client knows and a log must not.
     where = f"{request.method} {request.url.path}"
-    return _error(WireError(error.status_code, f"{where}: {error.detail}", code="not_found"))
+    wire = WireError(error.status_code, f"{where}: {error.detail}", code="not_found")
+    return _error(wire, _dialect_of(request))

@@ -5,16 +5,22 @@ as parts. None of that changes what was said, so none of it changes the identity
 blank. Reasoning is compared apart (see ``tree``), because most clients of chat completions do not send
 it back; a client that does send it must send what was sampled.
 
+Clients also send things that are not said at all: Claude Code opens its system prompt with a billing
+header whose end differs from agent to agent. ``without_billing`` removes it, so that neither the model
+nor the identity sees it.
+
 Keys form a chain, key[i] = hash(key[i-1], message[i]), so one key stands for a whole conversation.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from longarc.records.message import Json, Message, ToolCall
+from longarc.records.message import Json, Message, Role, ToolCall
 
 _KEY_BYTES = 16
+_BILLING_HEADER = "x-anthropic-billing-header:"
 
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 
@@ -35,6 +41,22 @@ def next_key(previous: bytes, message: Message) -> bytes:
         message.content.encode("utf-8", "surrogatepass"),
         calls,
     )
+
+
+def without_billing(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages without billing headers: the same object where there are none.
+
+    A header is the first line of a system message, or all of it.
+    """
+    if not any(m.role is Role.SYSTEM and m.content.startswith(_BILLING_HEADER) for m in messages):
+        return messages
+    kept: list[Message] = []
+    for message in messages:
+        if message.role is not Role.SYSTEM or not message.content.startswith(_BILLING_HEADER):
+            kept.append(message)
+        elif text := message.content.partition("\n")[2].lstrip("\n"):
+            kept.append(replace(message, content=text))
+    return kept
 
 
 def _digest(previous: bytes, *parts: bytes) -> bytes:

@@ -12,10 +12,11 @@ from typing import Generic, TypeVar
 
 from longarc.gateway.identity import opening_key
 from longarc.gateway.tree import id_array
-from longarc.records.message import Message, ToolSpec
+from longarc.records.message import Message, Role, ToolSpec
 from longarc.tokens.chat_format import ChatFormat
 
 _NUM_REMEMBERED = 16
+_ANY_QUESTION = Message(role=Role.USER, content="?")
 
 Value = TypeVar("Value")
 
@@ -33,7 +34,10 @@ class Openings:
         """Return the key of what stands before the first message."""
 
         def key() -> bytes:
-            chat = self._format.render((), tools, thinking=thinking, add_generation_prompt=False)
+            # Templates need a message to render; this one is the same for every conversation.
+            chat = self._format.render(
+                (_ANY_QUESTION,), tools, thinking=thinking, add_generation_prompt=False
+            )
             return opening_key(self._format.name, chat.token_ids)
 
         return self._keys.get((*tools, thinking), key)

@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from longarc.errors import EngineError, ResourceError
+from longarc.gateway.limits import HeadLimits, limited_protocol
+
+_HEAD_LIMITS = HeadLimits()
 
 
 class _Server(uvicorn.Server):
@@ -47,15 +50,20 @@ def bound_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 @asynccontextmanager
 async def serving(
-    app: Starlette, listener: socket.socket, *, grace_s: int = 5
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    grace_s: int = 5,
+    head_limits: HeadLimits = _HEAD_LIMITS,
 ) -> AsyncIterator[str]:
     """Serve on a bound socket while the context is open; yields the base URL, without ``/v1``.
 
     Args:
-        app: from ``http.build_app``.
+        app: from ``http.build_app``, or something around it.
         listener: from ``bound_socket``; closed at the end.
         grace_s: how long running requests may take to end at shutdown before they are cancelled
             [seconds].
+        head_limits: how long and how slow the head of a request may be.
 
     Raises:
         EngineError: the server ended by itself.
@@ -63,6 +71,7 @@ async def serving(
     server = _Server(
         uvicorn.Config(
             app,
+            http=limited_protocol(head_limits),
             log_config=None,
             access_log=False,
             lifespan="off",

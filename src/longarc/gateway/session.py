@@ -10,50 +10,42 @@ Ids that were sampled are carried, never rendered again. A history that the clie
 deep and becomes a new branch with its real prompt.
 """
 
+import asyncio
 import hashlib
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Final, Literal
 
-from longarc.errors import ConfigError, ContractError, RolloutError
+from longarc.errors import ConfigError, ContractError
+from longarc.gateway.answers import Answer, pieces_of, turn_of, turn_seed
+from longarc.gateway.asked import Asked, asked
+from longarc.gateway.branches import segments_of, turns_of
+from longarc.gateway.budget import BudgetMeter, Stopwatch
 from longarc.gateway.completion import Completion, collect
-from longarc.gateway.identity import next_key
+from longarc.gateway.flights import Flights
+from longarc.gateway.identity import next_key, without_billing
+from longarc.gateway.keychain import KeyChain
 from longarc.gateway.openings import Openings
-from longarc.gateway.tree import Node, SessionTree, digest_ids, id_array
+from longarc.gateway.places import places
+from longarc.gateway.prompts import Prompt, Prompts
+from longarc.gateway.reading import ReadHistory
+from longarc.gateway.repeats import Repeats, request_digest
+from longarc.gateway.session_settings import SessionClosed, SessionSettings
+from longarc.gateway.tree import Node, SessionTree, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
+from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
+from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
-from longarc.records.ports import AssistantTurn, ContextExhausted, Engine
+from longarc.records.ports import AssistantTurn, ContextUse, Engine
 from longarc.records.sampling import Sampling
-from longarc.records.segment import Segment
+from longarc.records.segment import Segment, SegmentKind
+from longarc.records.turn import Turn
 from longarc.tokens.chat_format import ChatFormat
 
-
-class SessionClosed(RolloutError):  # noqa: N818 - a state of the session
-    """The session was closed, or never opened."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSettings:
-    """What a session was opened with."""
-
-    session_id: str
-    sampling: Sampling
-    thinking: bool
-    max_context_tokens: int
-    """Prompt and completion together [tokens]."""
-    min_new_tokens: int
-    """A turn with room for fewer than this ends the rollout [tokens]."""
-    clear_thinking: bool = False
-    """Whether a user message makes the model forget its earlier reasoning, which rewrites the history."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One turn as the doors see it: the parsed answer and the tokens behind it."""
-
-    turn: AssistantTurn
-    node: Node
+_DEFAULTS: Final = TurnOptions()
 
 
 class GatewaySession:
@@ -68,22 +60,32 @@ class GatewaySession:
         openings: Openings,
         turn_log: TurnLog | None,
         on_close: Callable[[str], None],
+        on_used: Callable[["GatewaySession"], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._format = chat_format
-        self._openings = openings
         self._turn_log = turn_log
         self._on_close = on_close
+        self._on_used = on_used
         self._tree = SessionTree(settings.session_id)
+        self._chain = KeyChain(openings)
+        self._prompts = Prompts(
+            chat_format, openings, self._tree, clear_thinking=settings.clear_thinking
+        )
+        self.history = ReadHistory()
+        """For the codecs of wire formats."""
+        self._stopwatch = Stopwatch(clock)
+        self._meter = BudgetMeter(settings.session_id, settings.budget, self._stopwatch)
+        self._flights = Flights[Answer]()
+        self._repeats = Repeats(settings.repeat_window_s, self._stopwatch)
+        self._scopes: set[asyncio.Timeout] = set()
         self._is_closed = False
-        self._num_running = 0
+        self._next_serial = 0
         self._call_id_prefix = (
             f"call_{hashlib.blake2b(settings.session_id.encode(), digest_size=6).hexdigest()}"
         )
-        self._opening: tuple[tuple[ToolSpec, ...], bool, bytes] | None = None
-        self._last: tuple[bytes, list[Message], list[bytes]] = (b"", [], [])
-        self._newest: tuple[bytes, Message, bytes] | None = None
 
     @property
     def settings(self) -> SessionSettings:
@@ -93,12 +95,22 @@ class GatewaySession:
     @property
     def num_turns(self) -> int:
         """Turns answered so far."""
-        return len(self._tree.nodes)
+        return self._tree.num_nodes
 
     @property
     def is_closed(self) -> bool:
         """Whether the session was closed."""
         return self._is_closed
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request is being sampled."""
+        return bool(self._scopes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the session holds, about; little while it rests [bytes]."""
+        return self._tree.num_bytes + self._chain.num_chars
 
     async def chat(
         self,
@@ -106,87 +118,99 @@ class GatewaySession:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message; see ``PolicyClient.chat``."""
-        answer = await self.answer(messages, tools=tools, max_new_tokens=max_new_tokens)
+        options = TurnOptions(
+            max_new_tokens=max_new_tokens, tool_choice=tool_choice, lineage=lineage
+        )
+        answer = await self.answer(messages, tools=tools, options=options)
         return answer.turn
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        """Say how full the context would be; see ``PolicyClient.context_use``."""
+        return ContextUse(
+            num_tokens=self.num_prompt_tokens(messages, tools=tools),
+            max_tokens=self._settings.max_context_tokens,
+        )
 
     async def answer(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[ToolSpec] = (),
-        max_new_tokens: int | None = None,
-        tool_choice: Literal["auto", "none"] = "auto",
-        sampling: Sampling | None = None,
-        thinking: bool | None = None,
-        is_retry: bool = False,
+        options: TurnOptions = _DEFAULTS,
     ) -> Answer:
         """Answer a conversation.
 
         Args:
             messages: the whole conversation.
             tools: the tools of the prompt.
-            max_new_tokens: lowers the session's budget for this turn.
-            tool_choice: ``none`` keeps the tools in the prompt, so that its ids stay the same, and
-                leaves calls out of the answer.
-            sampling: replaces the session's distribution for this turn, its seed taken as it is.
-            thinking: replaces the session's choice for this turn.
-            is_retry: the client asks again because it saw no answer; if the newest turn answers this
-                conversation, it is returned and nothing is sampled twice.
+            options: how this turn differs from the session's others.
 
         Raises:
-            ContextExhausted: there is no room for another turn.
+            ContextExhausted: there is no room for another turn, or (``BudgetExhausted``) no budget.
             SessionClosed: the session was closed, perhaps while the engine was sampling.
             EngineError: the engine failed; nothing was recorded.
             ContractError: stored ids are not what the engine saw.
-            ConfigError: there is no message, or the budget is not positive.
+            ConfigError: there is no message, or the budget of the turn is not positive.
         """
         self._check_open()
+        messages = without_billing(messages)
+        if not messages:
+            raise ConfigError("a conversation needs at least one message, got none")
+        if (node := self._repeated(messages, tools, options)) is not None:
+            return self._told_again(node, options)
+        key = request_digest(options)
+        if key is None:
+            return await self._sampled(messages, tools, options, options.on_progress)
+        return await self._flights.answer(
+            key,
+            lambda on_progress: self._sampled(messages, tools, options, on_progress),
+            on_progress=options.on_progress,
+            joins=self._repeats.joins(options),
+        )
+
+    def num_prompt_tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        thinking: bool | None = None,
+    ) -> int:
+        """Return how many tokens the prompt of a conversation would have; nothing is sampled or recorded.
+
+        Raises:
+            SessionClosed: the session was closed.
+            ContractError: stored ids are not what the engine saw.
+            ConfigError: there is no message.
+        """
+        self._check_open()
+        messages = without_billing(messages)
         if not messages:
             raise ConfigError("a conversation needs at least one message, got none")
         thinks = self._settings.thinking if thinking is None else thinking
-        keys = self._keys(messages, tuple(tools), thinking=thinks)
-        if is_retry and (repeated := self._newest_answer_to(messages, keys[-1])) is not None:
-            return repeated
-        parent, num_matched = self._tree.match(messages, keys)
-        if self._forgets(messages[num_matched:], parent):
-            parent = None
-        stored = self._tree.ids(parent)
-        if parent is None:
-            prompt = self._openings.prompt(messages, tools, thinking=thinks)
-        else:
-            prompt = stored + self._tail(messages[num_matched:], parent, thinking=thinks)
-        wanted = self._turn_sampling(sampling, max_new_tokens, num_prompt_tokens=len(prompt))
-        completion = await self._sample(prompt, wanted)
-        message = self._message(
-            completion, tools, thinking=thinks, keeps_calls=tool_choice == "auto"
-        )
-        key = next_key(keys[-1], message)
-        node = Node(
-            index=self.num_turns,
-            parent=None if parent is None else parent.index,
-            key=key,
-            num_messages=len(messages) + 1,
-            context_ids=prompt[len(stored) :],
-            sampled_ids=completion.sampled_ids,
-            logprobs=completion.logprobs,
-            version_runs=completion.version_runs,
-            finish_reason=completion.finish_reason,
-            message=message,
-            ids_digest=digest_ids(prompt + completion.sampled_ids),
-            kept_ids=completion.kept_ids,
-        )
-        # No await from here on: the index is this turn's, and the turn is durable before it is told.
-        if self._turn_log is not None:
-            self._turn_log(self._settings.session_id, node.index, encode_turn(node))
-        self._tree.add(node)
-        self._newest = (keys[-1], message, key)
-        return Answer(turn=_turn(node, num_prompt_tokens=len(prompt)), node=node)
+        return len(self._built(messages, tools, thinking=thinks)[0].ids)
 
     def segments(self) -> tuple[Segment, ...]:
         """Everything the engine saw and sampled, one segment per branch; also after closing."""
-        return self._tree.segments()
+        return segments_of(self._tree, places(self._tree.nodes, self._settings.rules))
+
+    def turns(self) -> tuple[Turn, ...]:
+        """What was said and answered, turn by turn, where clients own their contexts; also after closing."""
+        return turns_of(self._tree, places(self._tree.nodes, self._settings.rules))
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the main agent's newest conversation, where clients own their contexts."""
+        placed = places(self._tree.nodes, self._settings.rules)
+        for node, place in zip(reversed(self._tree.nodes), reversed(placed), strict=True):
+            is_main = place.parent_agent_id is None and place.kind is SegmentKind.EXEC
+            if node.asked is not None and node.parent is None and is_main:
+                return node.asked.tools
+        return ()
 
     def payloads(self) -> tuple[bytes, ...]:
         """The turn log of the session, as it was or would have been written."""
@@ -198,7 +222,7 @@ class GatewaySession:
         Raises:
             ContractError: a payload is damaged, missing or out of order.
         """
-        if self._tree.nodes:
+        if self.num_turns:
             raise ContractError(
                 f"session {self._settings.session_id} already has {self.num_turns} turns; restore a "
                 f"session right after opening it"
@@ -207,11 +231,26 @@ class GatewaySession:
             node = decode_turn(payload)
             self._tree.add(node)
             self._tree.ids(node)
+            self._meter.add_turn(len(node.sampled_ids))
+            self._next_serial = max(self._next_serial, node.serial, node.index) + 1
+            if node.asked is not None:
+                self._stopwatch.advance_to(node.asked.elapsed_s)
+            self._repeats.add(node)
+
+    def rest(self) -> None:
+        """Give back most of the memory; the next request takes it again, and some milliseconds."""
+        if not self.is_running:
+            self._tree.rest()
+            self._chain.forget()
+            self.history.forget()
 
     async def close(self) -> None:
         """Revoke the session; running and later calls raise ``SessionClosed``. Closing twice is allowed."""
         if not self._is_closed:
             self._is_closed = True
+            for scope in self._scopes:
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())
             self._on_close(self._settings.session_id)
 
     def _check_open(self) -> None:
@@ -221,47 +260,144 @@ class GatewaySession:
                 f"came too late"
             )
 
-    def _keys(
-        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], *, thinking: bool
-    ) -> list[bytes]:
-        """Return the identity of each prefix; what equals the last request is not hashed again."""
-        opening = self._opening_key(tools, thinking=thinking)
-        last_opening, last_messages, last_keys = self._last
-        keys: list[bytes] = []
-        if opening == last_opening:
-            for message, known, key in zip(messages, last_messages, last_keys, strict=False):
-                if message is not known and message != known:
-                    break
-                keys.append(key)
-        for message in messages[len(keys) :]:
-            keys.append(self._next_key(keys[-1] if keys else opening, message))
-        self._last = (opening, list(messages), keys)
-        return keys
+    def _check_running(self) -> None:
+        self._check_open()
+        self._meter.check_time()
 
-    def _opening_key(self, tools: tuple[ToolSpec, ...], *, thinking: bool) -> bytes:
-        """Return the key of what stands before the first message; it is the same for most requests."""
-        if self._opening is None or self._opening[:2] != (tools, thinking):
-            self._opening = (tools, thinking, self._openings.key(tools, thinking=thinking))
-        return self._opening[2]
+    async def _sampled(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        options: TurnOptions,
+        on_progress: OnProgress | None,
+    ) -> Answer:
+        """Sample the answer to a conversation and record it."""
+        thinks = self._thinks(options)
+        built, keys = self._built(messages, tools, thinking=thinks)
+        parent, prompt = built.parent, built.ids
+        opening = opening_ids(self._format, options, thinking=thinks)
+        if opening:
+            # A new array: the prompt of an opening is shared.
+            prompt = prompt + id_array(opening)
+        wanted = turn_sampling(self._settings, self._format, options, num_prompt_tokens=len(prompt))
+        if self._settings.sampling.returns_routing_from is not None:
+            # What the parent has is of the passes that drew its tokens; of its last one it has nothing.
+            wanted = replace(wanted, returns_routing_from=max(0, built.num_stored - 1))
+        granted = self._meter.hold(wanted.max_new_tokens)
+        serial = self._next_serial
+        self._next_serial += 1
+        try:
+            wanted = replace(
+                wanted,
+                max_new_tokens=granted,
+                seed=turn_seed(self._settings.sampling, options, wanted, serial),
+            )
+            start = TurnStart(
+                num_prompt_tokens=len(prompt),
+                call_id_prefix=f"{self._call_id_prefix}_{serial}",
+                thinking=thinks,
+                opening_ids=opening,
+            )
+            completion = await self._collected(prompt, wanted, start, on_progress)
+        except BaseException:
+            if self._next_serial == serial + 1:
+                # Nothing of it was recorded and nothing came behind it: asked again, it is the same request.
+                self._next_serial = serial
+            raise
+        finally:
+            self._meter.settle(granted)
+        message, stop = turn_message(
+            self._settings, self._format, completion, tools, options, start
+        )
+        context_ids = prompt[built.num_stored :]
+        digest = built.stored_digest
+        digest.update(context_ids)
+        digest.update(completion.sampled_ids)
+        node = Node(
+            index=self.num_turns,
+            parent=None if parent is None else parent.index,
+            key=self._chain.add(keys[-1], message),
+            num_messages=len(messages) + 1,
+            context_ids=context_ids,
+            sampled_ids=completion.sampled_ids,
+            logprobs=completion.logprobs,
+            version_runs=completion.version_runs,
+            finish_reason=completion.finish_reason,
+            message=message,
+            ids_digest=digest.digest(),
+            kept_ids=completion.kept_ids,
+            routing=completion.routing,
+            serial=serial,
+            request=request_digest(options, body=False) or b"",
+            body=options.body_digest or b"",
+            asked=self._asked(messages[built.num_matched :], tools, options, parent),
+        )
+        self._record(node, digest)
+        return Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
 
-    def _next_key(self, previous: bytes, message: Message) -> bytes:
-        """Return ``next_key``, which is known of the newest answer where that very object comes back."""
-        if self._newest is not None:
-            before, answer, key = self._newest
-            if message is answer and previous == before:
-                return key
-        return next_key(previous, message)
+    def _built(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
+    ) -> tuple[Prompt, Sequence[bytes]]:
+        """Return the prompt of a conversation and the identities of its messages."""
+        keys = self._chain.keys(messages, tuple(tools), thinking=thinking)
+        parent, num_matched = self._tree.match(messages, keys)
+        if self._forgets(messages[num_matched:], parent):
+            parent, num_matched = None, 0
+        matched = (parent, num_matched)
+        return self._prompts.build(messages, keys, tools, matched, thinking=thinking), keys
 
-    def _newest_answer_to(self, messages: Sequence[Message], key: bytes) -> Answer | None:
-        node = self._tree.nodes[-1] if self._tree.nodes else None
-        if (
-            node is None
-            or node.num_messages != len(messages) + 1
-            or node.key != next_key(key, node.message)
-        ):
+    def _record(self, node: Node, digest: "hashlib.blake2b") -> None:
+        """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
+        if self._turn_log is not None:
+            self._turn_log(self._settings.session_id, node.index, encode_turn(node))
+        self._tree.add(node, digest)
+        self._meter.add_turn(len(node.sampled_ids))
+        self._repeats.add(node)
+        self._on_used(self)
+
+    def _repeated(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: TurnOptions
+    ) -> Node | None:
+        """Return the turn that answered this very request before, if one did."""
+        found = self._repeats.find(options)
+        if found is not None:
+            node = self._tree.nodes[found]
+            self._repeats.check_same(node, options)
+            was_continued = any(later.parent == found for later in self._tree.nodes[found + 1 :])
+            if options.is_retry or options.idempotency_key is not None or not was_continued:
+                return node
+        if not options.is_retry or not self.num_turns:
             return None
+        node = self._tree.nodes[-1]
+        if node.num_messages != len(messages) + 1:
+            return None
+        keys = self._chain.keys(messages, tuple(tools), thinking=self._thinks(options))
+        return node if node.key == next_key(keys[-1], node.message) else None
+
+    def _told_again(self, node: Node, options: TurnOptions) -> Answer:
         num_prompt_tokens = len(self._tree.ids(node)) - len(node.sampled_ids)
-        return Answer(turn=_turn(node, num_prompt_tokens=num_prompt_tokens), node=node)
+        thinks = self._thinks(options)
+        if options.on_progress is not None:
+            options.on_progress(
+                TurnStart(
+                    num_prompt_tokens=num_prompt_tokens,
+                    call_id_prefix=f"{self._call_id_prefix}_{node.serial}",
+                    thinking=thinks,
+                    opening_ids=opening_ids(self._format, options, thinking=thinks),
+                )
+            )
+            for piece in pieces_of(node):
+                options.on_progress(piece)
+        return Answer(
+            turn=turn_of(node, num_prompt_tokens=num_prompt_tokens),
+            node=node,
+            stop=stop_of(
+                self._settings, self._format, node.sampled_ids, node.finish_reason, options
+            ),
+        )
+
+    def _thinks(self, options: TurnOptions) -> bool:
+        return self._settings.thinking if options.thinking is None else options.thinking
 
     def _forgets(self, unmatched: Sequence[Message], parent: Node | None) -> bool:
         """Whether the stored ids hold reasoning that a new user message clears."""
@@ -271,86 +407,54 @@ class GatewaySession:
             and self._tree.has_reasoning(parent)
         )
 
-    def _tail(self, messages: Sequence[Message], parent: Node, *, thinking: bool) -> "array[int]":
-        last_id = parent.sampled_ids[-1]
-        stop_id = last_id if last_id in self._format.stop_ids else None
-        return id_array(
-            self._format.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
-        )
-
-    async def _sample(self, prompt: "array[int]", sampling: Sampling) -> Completion:
-        self._num_running += 1
+    async def _collected(
+        self,
+        prompt: "array[int]",
+        sampling: Sampling,
+        start: TurnStart,
+        on_progress: OnProgress | None,
+    ) -> Completion:
+        """Sample until the engine, the session or its time ends."""
+        scope = asyncio.timeout(self._meter.left_s())
         try:
-            completion = await collect(
-                self._engine,
-                prompt,
-                sampling,
-                session_id=self._settings.session_id,
-                check=self._check_open,
-            )
+            async with scope:
+                self._scopes.add(scope)
+                if on_progress is not None:
+                    on_progress(start)
+                completion = await collect(
+                    self._engine,
+                    prompt,
+                    sampling,
+                    session_id=self._settings.session_id,
+                    check=self._check_running,
+                    on_piece=on_progress,
+                )
+        except TimeoutError:
+            self._check_open()
+            if scope.expired():
+                raise self._meter.time_is_over() from None
+            raise
         finally:
-            self._num_running -= 1
+            self._scopes.discard(scope)
         self._check_open()
         return completion
 
-    def _turn_sampling(
-        self, sampling: Sampling | None, max_new_tokens: int | None, *, num_prompt_tokens: int
-    ) -> Sampling:
-        """Return this turn's distribution and budget: what was asked for, as far as the context goes."""
-        seed = self._settings.sampling.seed if sampling is None else None
-        sampling = sampling or self._settings.sampling
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, or None")
-        wanted = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
-        room = self._settings.max_context_tokens - num_prompt_tokens
-        least = min(wanted, self._settings.min_new_tokens)
-        if room < least:
-            raise ContextExhausted(
-                f"session {self._settings.session_id}: the prompt has {num_prompt_tokens} of "
-                f"{self._settings.max_context_tokens} tokens, which leaves {room} for the answer; a "
-                f"turn needs at least {least}"
-            )
-        if seed is not None:
-            # Requests in flight count, or two of them would sample the same answer.
-            seed = _turn_seed(seed, self.num_turns + self._num_running)
-        return replace(
-            sampling,
-            max_new_tokens=min(wanted, room),
-            stop_ids=tuple(dict.fromkeys((*self._format.stop_ids, *sampling.stop_ids))),
-            seed=sampling.seed if seed is None else seed,
-        )
-
-    def _message(
+    def _asked(
         self,
-        completion: Completion,
+        said: Sequence[Message],
         tools: Sequence[ToolSpec],
-        *,
-        thinking: bool,
-        keeps_calls: bool,
-    ) -> Message:
-        message = self._format.parse(
-            completion.sampled_ids,
+        options: TurnOptions,
+        parent: Node | None,
+    ) -> Asked | None:
+        if options.lineage is None:
+            return None
+        return asked(
+            options.lineage,
+            said,
             tools,
-            thinking=thinking,
-            call_id_prefix=f"{self._call_id_prefix}_{self.num_turns}",
-        ).message
-        return message if keeps_calls else replace(message, tool_calls=())
-
-
-def _turn_seed(seed: int, turn: int) -> int:
-    """Return a seed of its own for each turn, or every turn of a session would repeat the same luck."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()) >> 1
-
-
-def _turn(node: Node, *, num_prompt_tokens: int) -> AssistantTurn:
-    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
-    if node.finish_reason == "length":
-        finish_reason = "length"
-    elif node.message.tool_calls:
-        finish_reason = "tool_calls"
-    return AssistantTurn(
-        message=node.message,
-        finish_reason=finish_reason,
-        num_prompt_tokens=num_prompt_tokens,
-        num_sampled_tokens=len(node.sampled_ids),
-    )
+            turns=self._tree.nodes,
+            is_new=parent is None,
+            max_new_tokens=options.max_new_tokens,
+            rules=self._settings.rules,
+            elapsed_s=self._stopwatch.elapsed_s(),
+        )

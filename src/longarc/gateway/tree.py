@@ -8,20 +8,23 @@
      +-- turn 2: edited tail t2, sampled c2    segment 1 = p0 c0 t2 c2        trains c2 only
     turn 3: rewritten prompt p3, sampled c3    segment 2 = p3 c3              trains c3
 
-A node holds only what it added. A segment is a path from a root to a tip. The first continuation of a
-turn extends its segment, every other one opens a new segment, and a sampled token is trained only in
-the segment that first held it.
+A node holds only what it added. A segment is a path from a root to a tip; ``branches`` makes them.
 """
 
 import hashlib
+import pickle
+import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longarc.errors import ContractError
+from longarc.gateway.asked import Asked
 from longarc.records.message import Message, Role
 from longarc.records.sampling import FinishReason
-from longarc.records.segment import NOT_SAMPLED, Segment
+
+_NODE_BYTES = 1500
+"""Of one turn without its text and its ids, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +53,32 @@ class Node:
     """Digest of all ids from the root to the end of this turn."""
     kept_ids: tuple[tuple[int, ...], ...] = ()
     """Of each sampled id, the ids it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
-
-
-def digest_ids(ids: "array[int]") -> bytes:
-    """Return a digest of some ids."""
-    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+    routing: tuple[bytes, ...] = ()
+    """What tokens were routed to: of the parent's last one, of the context, and of the sampled ones but the last, which
+    a continuation has. Empty where nobody asked."""
+    serial: int = -1
+    """Number of the request, of which seeds and call ids are made; -1 where it is the index."""
+    request: bytes = b""
+    """Digest of the idempotency key; empty where there was none."""
+    body: bytes = b""
+    """Digest of the whole request; empty where nobody gave it."""
+    asked: Asked | None = None
+    """What is kept of the request of a client that owns its context."""
 
 
 def id_array(ids: Sequence[int] = ()) -> "array[int]":
     """Return ids in four bytes each."""
     return array("I", ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tip:
+    """What is known of all ids up to the newest turn, which most requests continue."""
+
+    node: Node
+    digest: "hashlib.blake2b"
+    checksum: int
+    """CRC-32, five times as fast as the digest: of a long conversation the digest is most of a request."""
 
 
 class SessionTree:
@@ -69,14 +88,47 @@ class SessionTree:
         self._session_id = session_id
         self._nodes: list[Node] = []
         self._by_key: dict[bytes, list[Node]] = {}
+        self._tip: _Tip | None = None
+        self._packed = b""
+        self._num_nodes = 0
+        self._num_bytes = 0
 
     @property
     def nodes(self) -> Sequence[Node]:
         """The turns, in the order they were answered."""
+        if self._packed:
+            self._unpack()
         return self._nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """How many turns there are; does not unpack a tree that rests."""
+        return self._num_nodes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the turns take, about; 0 while they rest [bytes]."""
+        return 0 if self._packed else self._num_bytes
+
+    def rest(self) -> None:
+        """Pack the turns, which takes a third of the memory; the next use unpacks them."""
+        if self._nodes:
+            # Of our own objects, in our own memory: nothing here is read from outside.
+            self._packed = zlib.compress(pickle.dumps(self._nodes, pickle.HIGHEST_PROTOCOL), 1)
+            self._nodes, self._by_key = [], {}
+            self._tip = None
+
+    def _unpack(self) -> None:
+        nodes: list[Node] = pickle.loads(zlib.decompress(self._packed))
+        self._packed = b""
+        self._nodes = nodes
+        for node in nodes:
+            self._by_key.setdefault(node.key, []).append(node)
 
     def match(self, messages: Sequence[Message], keys: Sequence[bytes]) -> tuple[Node | None, int]:
         """Return the deepest stored turn that a conversation continues, and how many messages it covers."""
+        if self._packed:
+            self._unpack()
         for position in range(len(messages) - 1, -1, -1):
             candidates = self._by_key.get(keys[position])
             if candidates is None or messages[position].role is not Role.ASSISTANT:
@@ -91,42 +143,78 @@ class SessionTree:
 
     def _echoes(self, node: Node, messages: Sequence[Message]) -> bool:
         """Whether reasoning that the client sent back is what was sampled, along the whole path."""
-        for step in self._path(node):
+        for step in self.path(node):
             reasoning = messages[step.num_messages - 1].reasoning
             if reasoning and reasoning != step.message.reasoning:
                 return False
         return True
 
+    def as_answered(
+        self, messages: Sequence[Message], keys: Sequence[bytes], node: Node
+    ) -> list[Message]:
+        """Return a conversation with its answers as they were given, reasoning that the client left out included.
+
+        Args:
+            messages: the conversation.
+            keys: their identities.
+            node: the stored turn that it continues, whose own path decides where answers differ in reasoning alone.
+        """
+        answered = list(messages)
+        on_path = {step.num_messages - 1: step for step in self.path(node)}
+        for position, message in enumerate(messages):
+            if message.role is Role.ASSISTANT and not message.reasoning:
+                known = self._by_key.get(keys[position])
+                if step := on_path.get(position) or (known[-1] if known else None):
+                    answered[position] = step.message
+        return answered
+
     def has_reasoning(self, node: Node | None) -> bool:
         """Whether any turn from the root to this one holds reasoning."""
-        return any(step.message.reasoning for step in self._path(node))
+        return any(step.message.reasoning for step in self.path(node))
 
     def ids(self, node: Node | None) -> "array[int]":
-        """Return all ids from the root to the end of a turn.
+        """Return all ids from the root to the end of a turn; see ``stored``."""
+        return self.stored(node)[0]
+
+    def stored(self, node: Node | None) -> "tuple[array[int], hashlib.blake2b]":
+        """Return all ids from the root to the end of a turn, and their digest, to be continued.
 
         Raises:
             ContractError: they are not the ids that the engine saw when the turn was sampled.
         """
-        path = self._path(node)
         ids = id_array()
-        for step in path:
+        for step in self.path(node):
             ids += step.context_ids
             ids += step.sampled_ids
-        if node is not None and digest_ids(ids) != node.ids_digest:
+        if self._tip is not None and node is self._tip.node:
+            # Hashed when they were added: what may have changed in this memory since, a checksum finds.
+            digest = self._tip.digest.copy()
+            is_as_seen = zlib.crc32(ids) == self._tip.checksum
+        else:
+            digest = hashlib.blake2b(ids, digest_size=16)
+            is_as_seen = node is None or digest.digest() == node.ids_digest
+        if node is not None and not is_as_seen:
+            digest = hashlib.blake2b(ids, digest_size=16)
             raise ContractError(
                 f"session {self._session_id}: the {len(ids)} ids stored up to turn {node.index} are not "
-                f"those that the engine saw (digest {digest_ids(ids).hex()}, recorded "
+                f"those that the engine saw (digest {digest.hexdigest()}, recorded "
                 f"{node.ids_digest.hex()}). The session's tree or its turn log was altered: keep the "
                 f"log and report it"
             )
-        return ids
+        return ids, digest
 
-    def add(self, node: Node) -> None:
+    def add(self, node: Node, digest: "hashlib.blake2b | None" = None) -> None:
         """Append a turn.
+
+        Args:
+            node: the turn.
+            digest: of all ids up to its end, to be continued by the next; None where nobody has it.
 
         Raises:
             ContractError: its index or its parent is out of order.
         """
+        if self._packed:
+            self._unpack()
         if node.index != len(self._nodes) or (
             node.parent is not None and not 0 <= node.parent < node.index
         ):
@@ -134,66 +222,40 @@ class SessionTree:
                 f"session {self._session_id}: turn {node.index} with parent {node.parent} cannot follow "
                 f"{len(self._nodes)} turns; turns are numbered from 0 without gaps, parents first"
             )
+        self._tip = None if digest is None else _Tip(node, digest, self._checksum(node))
         self._nodes.append(node)
+        self._num_nodes += 1
+        self._num_bytes += _num_bytes(node)
         self._by_key.setdefault(node.key, []).append(node)
 
-    def segments(self) -> tuple[Segment, ...]:
-        """Return one segment per branch, in the order the branches opened."""
-        owner: list[int] = []
-        tips: list[Node] = []
-        origins: list[int | None] = []
-        for node in self._nodes:
-            grown_from = None if node.parent is None else owner[node.parent]
-            if grown_from is not None and tips[grown_from].index == node.parent:
-                tips[grown_from] = node
-                owner.append(grown_from)
-                continue
-            if grown_from is None and owner:
-                # A rewritten history shares no turn with what it replaces: it grew out of the last one.
-                grown_from = owner[-1]
-            owner.append(len(tips))
-            tips.append(node)
-            origins.append(grown_from)
-        return tuple(
-            self._segment(tip, order=order, parent=parent, owner=owner)
-            for order, (tip, parent) in enumerate(zip(tips, origins, strict=True))
-        )
+    def _checksum(self, node: Node) -> int:
+        parent = None if node.parent is None else self._nodes[node.parent]
+        if self._tip is not None and parent is self._tip.node:
+            checksum, path = self._tip.checksum, [node]
+        else:
+            checksum, path = 0, [*self.path(parent), node]
+        for step in path:
+            checksum = zlib.crc32(step.sampled_ids, zlib.crc32(step.context_ids, checksum))
+        return checksum
 
-    def _segment(
-        self, tip: Node, *, order: int, parent: int | None, owner: Sequence[int]
-    ) -> Segment:
-        is_sampled: list[bool] = []
-        train_mask: list[bool] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        kept: list[tuple[int, ...]] = []
-        for node in self._path(tip):
-            num_context, num_sampled = len(node.context_ids), len(node.sampled_ids)
-            is_sampled += [False] * num_context + [True] * num_sampled
-            train_mask += [False] * num_context + [owner[node.index] == order] * num_sampled
-            logprobs += [0.0] * num_context + node.logprobs.tolist()
-            kept += [()] * num_context + list(node.kept_ids or [()] * num_sampled)
-            versions += [NOT_SAMPLED] * num_context
-            for version, length in node.version_runs:
-                versions += [version] * length
-        return Segment(
-            token_ids=tuple(self.ids(tip)),
-            is_sampled=tuple(is_sampled),
-            train_mask=tuple(train_mask),
-            behaviour_logprobs=tuple(logprobs),
-            policy_versions=tuple(versions),
-            kept_ids=tuple(kept) if any(kept) else None,
-            order=order,
-            parent=parent,
-        )
-
-    def _path(self, node: Node | None) -> list[Node]:
+    def path(self, node: Node | None) -> list[Node]:
+        """Return the turns from the root to a turn."""
         path: list[Node] = []
+        nodes = self.nodes
         while node is not None:
             path.append(node)
-            node = None if node.parent is None else self._nodes[node.parent]
+            node = None if node.parent is None else nodes[node.parent]
         path.reverse()
         return path
+
+
+def _num_bytes(node: Node) -> int:
+    num_ids = len(node.context_ids) + len(node.sampled_ids)
+    num_chars = len(node.message.content) + len(node.message.reasoning or "")
+    if node.asked is not None:
+        num_chars += sum(len(message.content) for message in node.asked.said)
+    num_routing = sum(map(len, node.routing))
+    return _NODE_BYTES + 4 * num_ids + 8 * len(node.sampled_ids) + num_chars + num_routing
 
 
 def _same_call_ids(stored: Message, echoed: Message) -> bool:

@@ -1,10 +1,23 @@
-"""Errors as the OpenAI dialect spells them, one place for status, type and code."""
+"""What a client is told of an error: status, type and code, as the OpenAI dialects spell them.
+
+The Anthropic dialect takes status and message and spells the type itself.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from longarc.errors import LongArcError
+from longarc.errors import (
+    ConfigError,
+    EngineBusyError,
+    EngineError,
+    EngineRequestError,
+    LongArcError,
+    ResourceError,
+)
+from longarc.gateway.budget import BudgetExhausted
+from longarc.gateway.session_settings import SessionClosed
+from longarc.records.ports import ContextExhausted
 
 MAX_SHOWN_CHARS: Final = 80
 """Of a value that is refused."""
@@ -71,9 +84,60 @@ def unsupported(name: str, value: object, allowed: str) -> WireError:
 
 def busy(limit: int) -> WireError:
     """More requests at once than the gateway takes."""
+    return _later(f"the gateway already answers {limit} requests; try again when one has ended")
+
+
+def too_long(max_bytes: int) -> WireError:
+    """A body over the limit."""
+    return WireError(
+        413,
+        f"the body is longer than {max_bytes} bytes, the limit of this gateway; shorten the history",
+        code="request_too_large",
+    )
+
+
+def too_slow(limit_s: float) -> WireError:
+    """A body that does not come."""
+    return WireError(
+        408,
+        f"the body did not arrive within {limit_s:g} s; send it again",
+        code="request_timeout",
+        headers={"connection": "close"},
+    )
+
+
+def as_wire(error: LongArcError | ContextExhausted) -> WireError:
+    """Return what a client is told of an error that happened on the way to its answer."""
+    if isinstance(error, WireError):
+        return error
+    if isinstance(error, BudgetExhausted):
+        if error.is_final:
+            return WireError(403, str(error), code="session_budget_exhausted")
+        return _later(str(error))
+    if isinstance(error, ContextExhausted):
+        return WireError(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, SessionClosed):
+        return not_found(str(error))
+    if isinstance(error, ConfigError | EngineRequestError):  # the same request would fail again
+        return WireError(400, str(error))
+    if isinstance(error, EngineBusyError):
+        return _later(str(error))
+    if isinstance(error, EngineError | ResourceError):
+        # Nothing was recorded, so the client's own retry is safe.
+        return WireError(
+            503,
+            str(error),
+            kind="server_error",
+            code="engine_error" if isinstance(error, EngineError) else "out_of_resources",
+            headers={"retry-after": "1"},
+        )
+    return WireError(500, str(error), kind="server_error", code="internal_error")
+
+
+def _later(message: str) -> WireError:
     return WireError(
         429,
-        f"the gateway already answers {limit} requests; try again when one has ended",
+        message,
         code="rate_limit_exceeded",
         kind="rate_limit_error",
         headers={"retry-after": "1"},

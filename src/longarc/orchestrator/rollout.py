@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from longarc.errors import (
     ContractError,
@@ -27,11 +27,13 @@ from longarc.errors import (
     SandboxError,
     boundary,
 )
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, ToolSpec
 from longarc.records.outcome import Outcome, OutcomeFamily
 from longarc.records.ports import (
     AssistantTurn,
     ContextExhausted,
+    ContextUse,
     Env,
     PolicyClient,
     PolicySession,
@@ -117,18 +119,31 @@ class _WatchedPolicy:
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         self.num_calls += 1
         self.messages = tuple(messages)
         self.engine_error = None
         try:
-            turn = await self.policy.chat(messages, tools=tools, max_new_tokens=max_new_tokens)
+            turn = await self.policy.chat(
+                messages,
+                tools=tools,
+                max_new_tokens=max_new_tokens,
+                tool_choice=tool_choice,
+                lineage=lineage,
+            )
         except EngineError as error:
             self.engine_error = error
             raise
         self.num_turns += 1
         self.messages = (*self.messages, turn.message)
         return turn
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        return self.policy.context_use(messages, tools=tools)
 
     def episode(self, outcome: Outcome) -> EpisodeResult:
         return EpisodeResult(outcome=outcome, messages=self.messages, num_turns=self.num_turns)

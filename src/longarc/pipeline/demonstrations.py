@@ -5,11 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from longarc.config.recipe import Recipe
 from longarc.config.rollout import TaskShare
 from longarc.config.stages import DsaConfig, MidtrainConfig, MtpConfig, PretrainConfig, SftConfig
-from longarc.data.sft import ExpertShare, conversation_document, conversations
+from longarc.data.sft import (
+    ExpertShare,
+    RecordedExpert,
+    check_recorded,
+    conversation_document,
+    conversations,
+)
 from longarc.pipeline.preflight import expert
 from longarc.pipeline.supervised import Documents, config_total
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
-from longarc.pipeline.workspace import Workspace
+from longarc.pipeline.workspace import Workspace, family_object
 from longarc.tokens.chat_format import ChatFormat
 from longarc.trainer.packing import Document
 
@@ -23,8 +29,11 @@ def experts_of(
         ConfigError: a family has nothing to imitate.
     """
     return {
-        name: ExpertShare(expert=expert(stage, name, family), share_frac=tasks[name].share_frac)
-        for name, family in workspace.families(tasks).items()
+        name: ExpertShare(
+            expert=expert(stage, name, family_object(workspace.recipe, name, share)),
+            share_frac=share.share_frac,
+        )
+        for name, share in tasks.items()
     }
 
 
@@ -125,7 +134,14 @@ class StepConversations:
             max_tokens: a longer demonstration is an error [tokens].
             first: number of the first demonstration, behind those of earlier stages.
             seed: of the mixture.
+
+        Raises:
+            ConfigError: recorded conversations are too long; those that an expert makes are looked at when
+                their turn comes.
         """
+        for name, share in experts.items():
+            if isinstance(share.expert, RecordedExpert):
+                check_recorded(name, share.expert, chat_format, max_tokens=max_tokens)
         self._experts = experts
         self._format = chat_format
         self._per_step = conversations_per_step

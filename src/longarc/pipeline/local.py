@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,6 +38,7 @@ from longarc.pipeline import (
     value_pretrain,
 )
 from longarc.pipeline.progress import ProgressLine
+from longarc.pipeline.signals import stopping_on_signals
 from longarc.pipeline.workspace import Interrupted, Workspace
 from longarc.runs.directory import RECIPE, RunDirectory
 from longarc.runs.metrics import open_sinks
@@ -157,27 +157,6 @@ async def run_stage(workspace: Workspace, name: str, config: StageConfig) -> Non
             await distill.run(workspace, name, config)
         case EvalConfig():
             await evaluation.run(workspace, name, config)
-
-
-@contextlib.contextmanager
-def stopping_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Let SIGINT and SIGTERM set ``stop``; a second one ends the process at once."""
-    loop = asyncio.get_running_loop()
-
-    def ask(received: signal.Signals) -> None:
-        if stop.is_set():
-            signal.signal(received, signal.SIG_DFL)
-            signal.raise_signal(received)
-        stop.set()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for received in signals:
-        loop.add_signal_handler(received, ask, received)
-    try:
-        yield
-    finally:
-        for received in signals:
-            loop.remove_signal_handler(received)
 
 
 __all__ = ["Interrupted", "open_workspace", "run_recipe", "run_stage", "stopping_on_signals"]

@@ -20,6 +20,7 @@ from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.critic_factory import CriticSpec, critic_of, critic_settings
 from longarc.pipeline.workspace import load_checkpoint
+from longarc.records.sampling import RoutingReplay
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
@@ -49,6 +50,8 @@ class PolicyTrainerSpec:
     """What long rollouts lose of their reward."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing is replayed."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
     critic: CriticSpec | None = None
@@ -80,6 +83,7 @@ def build_policy_trainer(
             reduction=spec.loss.reduction,
             loss_settings=spec.loss.settings,
             router_bias_rate=spec.router_bias_rate,
+            routing_replay=spec.routing_replay,
             normalises_batch=spec.advantage in _NORMALISED,
             overlong=spec.overlong,
             critic=None

@@ -27,7 +27,7 @@ from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
 from longarc.pipeline.loss_trial import check_loss
 from longarc.pipeline.memory_needs import check_stages_fit
-from longarc.pipeline.workspace import check_fits, task_family
+from longarc.pipeline.workspace import check_fits, family_object, task_family
 from longarc.tokens.tokenizer import Tokenizer
 
 
@@ -53,12 +53,13 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
     for name, stage in recipe.stages.items():
         if isinstance(stage, SftConfig | SamplingStageConfig | EvalConfig):
             for family_name, share in stage.tasks.items():
-                family = task_family(recipe, family_name, share)
                 if isinstance(stage, SftConfig):
-                    expert(name, family_name, family)
+                    expert(name, family_name, family_object(recipe, family_name, share))
+                else:
+                    task_family(recipe, family_name, share)
         elif stage.demonstrations is not None:
             for family_name, share in stage.demonstrations.tasks.items():
-                expert(name, family_name, task_family(recipe, family_name, share))
+                expert(name, family_name, family_object(recipe, family_name, share))
         if isinstance(stage, RlConfig | DistillConfig):
             loss = check_loss(name, stage)
             if recipe.threads > 1 and takes_turns(stage):

@@ -152,6 +152,7 @@ async def serving(
             config,
             loaded,
             max_context_tokens=rollout.max_context_tokens,
+            routing_replay=rollout.routing_replay,
             seed=workspace.recipe.seed,
         )
     else:
@@ -163,6 +164,7 @@ async def serving(
             num_threads=num_threads,
             seed=workspace.recipe.seed,
             token_bytes=workspace.tokenizer().token_bytes,
+            records_routing=rollout.routing_replay,
         )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
@@ -189,6 +191,7 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         returns_kept_ids=True,
+        returns_routing_from=None if rollout.routing_replay == "none" else 0,
         on_update=rollout.on_update,
         stop_ids=gateway.chat_format.stop_ids,
     )

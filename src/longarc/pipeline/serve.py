@@ -13,6 +13,7 @@ from longarc.errors import ConfigError, boundary
 from longarc.gateway.access import ServeAccess
 from longarc.gateway.core import Gateway
 from longarc.gateway.http import HttpSettings, build_app
+from longarc.gateway.recorded import recorded
 from longarc.gateway.server import bound_socket
 from longarc.gateway.server import serving as http_serving
 from longarc.gateway.session import GatewaySession
@@ -20,8 +21,6 @@ from longarc.pipeline.engines import raise_failure, served_context_tokens, stopp
 from longarc.pipeline.rl import sampling_of, serving
 from longarc.pipeline.workspace import Loaded, Workspace
 from longarc.records.outcome import Disposition, Outcome
-from longarc.records.segment import Segment
-from longarc.records.trajectory import Trajectory
 from longarc.runs.ledger import Ledger
 
 STAGE = "serve"
@@ -160,15 +159,18 @@ class _ServedSessions:
 
     async def _record(self, session_id: str, session: GatewaySession) -> None:
         started_at_s = self._opened_at_s.pop(session_id)
-        segments, num_turns = session.segments(), session.num_turns
         await session.close()
-        if segments:
-            trajectory = _served_trajectory(
-                session_id, segments, num_turns=num_turns, started_at_s=started_at_s
+        if session.num_turns:
+            trajectory = recorded(
+                session,
+                stage=STAGE,
+                outcome=Outcome.COMPLETED,
+                started_at_s=started_at_s,
+                duration_s=time.time() - started_at_s,
             )
             self.ledger.complete(trajectory, disposition=Disposition.SERVED)
             if self.on_recorded is not None:
-                self.on_recorded(session_id, num_turns)
+                self.on_recorded(session_id, session.num_turns)
 
 
 def served_names(recipe: str, stage: str, more: Iterable[str] = ()) -> tuple[str, ...]:
@@ -184,29 +186,6 @@ def _rollout(settings: ServeSettings, loaded: Loaded) -> RolloutConfig:
             max_new_tokens=settings.max_new_tokens,
             max_context_tokens=max_context_tokens,
         )
-
-
-def _served_trajectory(
-    session_id: str, segments: Iterable[Segment], *, num_turns: int, started_at_s: float
-) -> Trajectory:
-    kept = tuple(segments)
-    return Trajectory(
-        id=session_id,
-        stage=STAGE,
-        group_id=session_id,
-        task_id=session_id,
-        family=STAGE,
-        outcome=Outcome.COMPLETED,
-        reward=None,
-        reward_parts={},
-        segments=kept,
-        messages=(),
-        tools=(),
-        num_turns=num_turns,
-        difficulty=0.0,
-        started_at_s=started_at_s,
-        duration_s=time.time() - started_at_s,
-    )
 
 
 def _asked(workspace: Workspace, stage: str | None) -> str:

@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Collection
 
-from longarc.config.engine import EngineConfig
+from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.engine_clients import servers_of
 from longarc.config.recipe import Recipe
 from longarc.config.rollout import SamplingStageConfig
@@ -13,7 +13,6 @@ from longarc.config.stages import EvalConfig
 from longarc.engine.http_json import HttpJson
 from longarc.engine.remote import RemoteEngine
 from longarc.errors import ConfigError, EngineError, EngineLostError
-from longarc.pipeline.engines import ENGINE_KEY
 
 
 def servers_to_ask(recipe: Recipe, *, finished: Collection[str] = ()) -> tuple[str, ...]:

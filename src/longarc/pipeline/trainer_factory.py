@@ -81,6 +81,7 @@ def trainer_spec(
         activations=config.activations,
         temperature=config.rollout.temperature,
         router_bias_rate=0.0,
+        routing_replay=config.rollout.routing_replay,
         num_threads=num_threads,
     )
     if isinstance(config, DistillConfig):

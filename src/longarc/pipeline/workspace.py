@@ -25,8 +25,8 @@ from longarc.runs.checkpoint import Manifest, read_manifest, verify
 from longarc.runs.directory import RunDirectory
 from longarc.runs.ledger import Ledger
 from longarc.tokens.chat_format import ChatFormat
-from longarc.tokens.chatml import ChatMlFormat
-from longarc.tokens.glm import GlmFormat
+from longarc.tokens.formats import make_chat_format
+from longarc.tokens.template_source import TemplateSource
 from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.data_parallel import GradientPool
 
@@ -34,6 +34,8 @@ Attention = Literal["dense", "sparse"]
 
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the run's tokenizer in the run directory."""
+_TEMPLATE_FILE = "chat_template.json"
+"""Name of the run's copy of the chat template, where it uses one."""
 
 _MODEL_CONFIG: TypeAdapter[ModelConfig] = TypeAdapter(ModelConfig)
 
@@ -90,7 +92,22 @@ class Workspace:
 
     def chat_format(self) -> ChatFormat:
         """Return the run's chat format over its tokenizer."""
-        return chat_format(self.recipe.tokenizer.chat_format, self.tokenizer())
+        name = self.recipe.tokenizer.chat_format
+        template = self._template() if name == "template" else None
+        return make_chat_format(name, self.tokenizer(), template=template)
+
+    def _template(self) -> TemplateSource:
+        """Return the run's chat template, copying the recipe's into the run first."""
+        path = self.run.path / _TEMPLATE_FILE
+        if not path.exists():
+            config = self.recipe.tokenizer
+            beside = "." if config.path is None else Path(config.path).parent
+            TemplateSource.read(
+                Path(config.template or beside),
+                values=config.template_values,
+                date=config.template_date,
+            ).save(path)
+        return TemplateSource.load(path)
 
     def input_checkpoint(self, stage: str) -> Path:
         """Return the final checkpoint of the training stage before ``stage``."""
@@ -190,7 +207,22 @@ def _tokenizer_digest(path: Path, modified_ns: int) -> str:
 
 
 def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
-    """Build one task family of a stage.
+    """Build one task family of a stage that samples.
+
+    Raises:
+        ConfigError: the import path is wrong, the family refuses its settings, or it has no tasks.
+    """
+    family = family_object(recipe, name, share)
+    if not isinstance(family, TaskFamily):
+        raise ConfigError(
+            f"tasks.{name}: {recipe.tasks[name].path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
+            f"and grade() (longarc.records.ports). What only has demonstration() is for sft"
+        )
+    return family
+
+
+def family_object(recipe: Recipe, name: str, share: TaskShare) -> object:
+    """Build what a recipe names as a task family: the recipe's settings under the stage's own.
 
     Raises:
         ConfigError: the import path is wrong, or the family refuses its settings.
@@ -199,13 +231,7 @@ def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
     settings = {**config.settings, **share.settings}
     factory = load_object(config.path, kind=type)
     with boundary(ConfigError, f"tasks.{name}: {config.path} with settings {settings}"):
-        family = factory(**settings)
-    if not isinstance(family, TaskFamily):
-        raise ConfigError(
-            f"tasks.{name}: {config.path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
-            f"and grade() (longarc.records.ports)"
-        )
-    return family
+        return factory(**settings)
 
 
 def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) -> Loaded:
@@ -248,14 +274,3 @@ def check_fits(tokenizer: Tokenizer, model: ModelConfig, *, is_given: bool = Fal
             f"the tokenizer has {tokenizer.vocab_size} ids but {key}={model.vocab_size}: ids above "
             f"would have no embedding. {'Use' if is_given else f'Raise {key} or use'} the model's own tokenizer."
         )
-
-
-def chat_format(name: str, tokenizer: Tokenizer) -> ChatFormat:
-    """Return the chat format a recipe names."""
-    match name:
-        case "glm-5":
-            return GlmFormat(tokenizer, version="glm-4.7")
-        case "glm-5.2":
-            return GlmFormat(tokenizer, version="glm-5.2")
-        case _:
-            return ChatMlFormat(tokenizer)

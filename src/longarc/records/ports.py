@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from longarc.records.batch import Batch, StepReport
+from longarc.records.lineage import Lineage
 from longarc.records.message import Message, ToolSpec
 from longarc.records.metric import Metric
 from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
@@ -70,6 +71,21 @@ class ContextExhausted(Exception):  # noqa: N818 - an event of a rollout, not an
     """The session has no room for another turn: the rollout ends as ``truncated_tokens``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextUse:
+    """How full a session's context would be."""
+
+    num_tokens: int
+    """The prompt of a conversation, with the opening of the next answer [tokens]."""
+    max_tokens: int
+    """What prompt and answer may have together [tokens]."""
+
+    @property
+    def num_unused_tokens(self) -> int:
+        """Room behind the prompt; negative where it does not fit [tokens]."""
+        return self.max_tokens - self.num_tokens
+
+
 class PolicyClient(Protocol):
     """What a white-box environment talks to: the in-process door of the gateway."""
 
@@ -79,13 +95,29 @@ class PolicyClient(Protocol):
         *,
         tools: Sequence[ToolSpec] = (),
         max_new_tokens: int | None = None,
+        tool_choice: Literal["auto", "none"] = "auto",
+        lineage: Lineage | None = None,
     ) -> AssistantTurn:
         """Send the whole conversation, get the policy's next message.
+
+        Args:
+            messages: the whole conversation, as the policy is to see it.
+            tools: the tools of the prompt.
+            max_new_tokens: bound of this answer [tokens]; None leaves it to the session.
+            tool_choice: ``none`` keeps the tools in the prompt, so that its ids stay the same, and leaves calls out
+                of the answer.
+            lineage: what the request is for, from an environment that rewrites its context; None from others.
 
         Raises:
             ContextExhausted: prompt and budget do not fit the context any more.
             EngineError: the engine failed; the rollout becomes ``engine_lost`` or ``engine_fault``.
         """
+        ...
+
+    def context_use(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> ContextUse:
+        """Say how full the context would be if this conversation were sent; nothing is sampled."""
         ...
 
 

@@ -9,6 +9,8 @@ from longarc.errors import ContractError
 
 NOT_SAMPLED = -1
 """Policy version of a token that no policy sampled."""
+MAIN_AGENT = "main"
+"""Name of the agent that a session begins with, unless its client has one for it."""
 
 
 class SegmentKind(StrEnum):
@@ -43,13 +45,20 @@ class Segment:
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """Of each sampled token, the ids it was drawn from, ascending, where top-k, top-p or min-p left some out; ()
     elsewhere. Length L; None where no token of the segment has any."""
+    routing: tuple[bytes, ...] | None = None
+    """What each token was routed to, in the bytes of ``longarc.models.routed_rows``, by the pass that drew the token
+    behind it; empty for the last one. Length L; None where nobody asked."""
     kind: SegmentKind = SegmentKind.EXEC
     order: int = 0
     """Position of this segment in its trajectory, by time."""
     parent: int | None = None
     """Order of the segment this one grew out of (edit, compaction, sub-agent); None for the first."""
-    agent_id: str = "main"
+    agent_id: str = MAIN_AGENT
     """The harness's own name for the agent that spoke."""
+    parent_agent_id: str | None = None
+    """The agent that started this one; None for the main one."""
+    window: int = 0
+    """Number of the agent's context window; it grows with each compaction."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -61,6 +70,8 @@ class Segment:
         }
         if self.kept_ids is not None:
             lengths["kept_ids"] = len(self.kept_ids)
+        if self.routing is not None:
+            lengths["routing"] = len(self.routing)
         if len(set(lengths.values())) != 1:
             raise ContractError(f"Segment fields must have one length, got {lengths}")
         if any(map(gt, self.train_mask, self.is_sampled)):

@@ -7,6 +7,7 @@ from longarc.records.message import Json, Message, ToolSpec
 from longarc.records.outcome import Outcome
 from longarc.records.segment import Segment
 from longarc.records.task import Task
+from longarc.records.turn import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class Trajectory:
     error: str | None = None
     """What went wrong, where the outcome is an environment's or a control one."""
     info: Mapping[str, Json] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+    """What was said and answered, turn by turn, where the agent owns its context; empty elsewhere."""
 
     @property
     def num_trained_tokens(self) -> int:

@@ -9,7 +9,6 @@ Digests are taken from the body, not from the payload: two builds of zlib may co
 """
 
 import hashlib
-import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,22 @@ import numpy.typing as npt
 
 from longarc.errors import ContractError, LedgerError, boundary
 from longarc.records.batch import Batch, StepReport, TokenReport
-from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.metric import Metric
 from longarc.records.outcome import Outcome
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.task import Task
 from longarc.records.trajectory import Trajectory
+from longarc.runs.record_json import (
+    PLAIN_FIELDS,
+    from_json,
+    message_from_json,
+    message_to_json,
+    to_json,
+    tools_from_json,
+    tools_to_json,
+    turn_from_json,
+    turn_to_json,
+)
 
 PAYLOAD_VERSION = 1
 """Version of the body's layout; the first byte of every body."""
@@ -37,32 +46,7 @@ _LEVEL = 1
 _HEADER = struct.Struct("<BI")
 
 
-# --------------------------------------------------------------------------- JSON
-
-
-def to_json(value: object) -> bytes:
-    """Encode a JSON value, losslessly.
-
-    The standard library and not orjson: NaN, integers beyond 64 bits and lone surrogates (which
-    undecodable file names become) occur in what environments report, and must come back as they were.
-    """
-    return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
-
-
-def from_json(data: bytes) -> Any:
-    """Decode what ``to_json`` wrote."""
-    return json.loads(data.decode("utf-8", "surrogatepass"))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return list(value)
-    raise TypeError(f"{value!r} of type {type(value).__name__} is not a JSON value")
-
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain)
+# ------------------------------------------------------------------------- blobs
 
 
 def compress(data: bytes) -> bytes:
@@ -80,44 +64,6 @@ def decompress(data: bytes) -> bytes:
         return zlib.decompress(data)
     except zlib.error as error:
         raise LedgerError(f"a stored blob of {len(data)} bytes is damaged: {error}") from error
-
-
-# ----------------------------------------------------------------------- messages
-
-
-def _message_to_json(message: Message) -> dict[str, object]:
-    out: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        out["reasoning"] = message.reasoning
-    if message.tool_calls:
-        out["tool_calls"] = [
-            {"id": c.id, "name": c.name, "arguments": c.arguments}
-            | ({} if c.error is None else {"error": c.error})
-            for c in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    return out
-
-
-def _message_from_json(data: dict[str, Any]) -> Message:
-    return Message(
-        role=Role(data["role"]),
-        content=data["content"],
-        reasoning=data.get("reasoning"),
-        tool_calls=tuple(ToolCall(**call) for call in data.get("tool_calls", ())),
-        tool_call_id=data.get("tool_call_id"),
-    )
-
-
-def _tools_to_json(tools: Sequence[ToolSpec]) -> list[dict[str, object]]:
-    return [
-        {"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools
-    ]
-
-
-def _tools_from_json(data: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
-    return tuple(ToolSpec(**tool) for tool in data)
 
 
 # ----------------------------------------------------------------------- segments
@@ -170,16 +116,24 @@ def _segment_to_parts(segment: Segment) -> tuple[dict[str, object], list[bytes]]
         "own_mask": is_mask_own,
         "versions": runs,
     }
+    # Left out where they say nothing, so that such a record has the bytes it always had.
+    if segment.parent_agent_id is not None:
+        meta["parent_agent_id"] = segment.parent_agent_id
+    if segment.window:
+        meta["window"] = segment.window
     arrays = [_planes(np.array(segment.token_ids, "<i4")), np.packbits(sampled).tobytes()]
     if is_mask_own:
         arrays.append(np.packbits(np.array(segment.train_mask, bool)).tobytes())
     arrays.append(floats)
     if segment.kept_ids is not None:
-        # Left out where there are none, so that such a record has the bytes it always had.
         counts = [len(ids) for ids in segment.kept_ids]
         meta["kept"] = sum(counts)
         ids = np.fromiter(chain.from_iterable(segment.kept_ids), "<i4", sum(counts))
         arrays += [_planes(np.array(counts, "<i4")), _planes(ids)]
+    if segment.routing is not None:
+        sizes = [len(blob) for blob in segment.routing]
+        meta["routing"] = sum(sizes)
+        arrays += [_planes(np.array(sizes, "<i4")), b"".join(segment.routing)]
     return meta, arrays
 
 
@@ -226,6 +180,11 @@ def _segment_from_parts(meta: dict[str, Any], cursor: _Cursor) -> Segment:
         ids = _unplanes(cursor.take(4 * meta["kept"]), "<i4", meta["kept"]).tolist()
         ends = counts.cumsum().tolist()
         kept_ids = tuple(tuple(ids[e - n : e]) for e, n in zip(ends, counts.tolist(), strict=True))
+    routing = None
+    if "routing" in meta:
+        sizes = _unplanes(cursor.take(4 * length), "<i4", length)
+        joined, ends = cursor.take(meta["routing"]), sizes.cumsum().tolist()
+        routing = tuple(joined[e - n : e] for e, n in zip(ends, sizes.tolist(), strict=True))
     return Segment(
         token_ids=tuple(token_ids.tolist()),
         is_sampled=tuple(sampled.tolist()),
@@ -233,31 +192,17 @@ def _segment_from_parts(meta: dict[str, Any], cursor: _Cursor) -> Segment:
         behaviour_logprobs=tuple(logprobs.tolist()),
         policy_versions=versions,
         kept_ids=kept_ids,
+        routing=routing,
         kind=SegmentKind(meta["kind"]),
         order=meta["order"],
         parent=meta["parent"],
         agent_id=meta["agent_id"],
+        parent_agent_id=meta.get("parent_agent_id"),
+        window=meta.get("window", 0),
     )
 
 
 # ------------------------------------------------------------------- trajectories
-
-_PLAIN_FIELDS = (
-    "id",
-    "stage",
-    "group_id",
-    "task_id",
-    "family",
-    "outcome",
-    "reward",
-    "reward_parts",
-    "num_turns",
-    "difficulty",
-    "started_at_s",
-    "duration_s",
-    "error",
-    "info",
-)
 
 
 def trajectory_body(trajectory: Trajectory) -> bytes:
@@ -268,10 +213,12 @@ def trajectory_body(trajectory: Trajectory) -> bytes:
     """
     with boundary(ContractError, f"trajectory {trajectory.id!r} cannot be stored"):
         parts = [_segment_to_parts(segment) for segment in trajectory.segments]
-        meta = {name: getattr(trajectory, name) for name in _PLAIN_FIELDS}
-        meta["messages"] = [_message_to_json(m) for m in trajectory.messages]
-        meta["tools"] = _tools_to_json(trajectory.tools)
+        meta = {name: getattr(trajectory, name) for name in PLAIN_FIELDS}
+        meta["messages"] = [message_to_json(m) for m in trajectory.messages]
+        meta["tools"] = tools_to_json(trajectory.tools)
         meta["segments"] = [segment for segment, _ in parts]
+        if trajectory.turns:
+            meta["turns"] = [turn_to_json(turn) for turn in trajectory.turns]
         text = to_json(meta)
         arrays = [array for _, arrays in parts for array in arrays]
         return b"".join([_HEADER.pack(PAYLOAD_VERSION, len(text)), text, *arrays])
@@ -295,10 +242,11 @@ def trajectory_from_body(body: bytes) -> Trajectory:
     with boundary(LedgerError, "a stored trajectory is damaged"):
         meta = from_json(cursor.take(length))
         segments = tuple(_segment_from_parts(segment, cursor) for segment in meta.pop("segments"))
-        messages = tuple(_message_from_json(message) for message in meta.pop("messages"))
-        tools = _tools_from_json(meta.pop("tools"))
+        messages = tuple(message_from_json(message) for message in meta.pop("messages"))
+        tools = tools_from_json(meta.pop("tools"))
+        turns = tuple(turn_from_json(turn) for turn in meta.pop("turns", ()))
         meta["outcome"] = Outcome(meta["outcome"])
-        return Trajectory(segments=segments, messages=messages, tools=tools, **meta)
+        return Trajectory(segments=segments, messages=messages, tools=tools, turns=turns, **meta)
 
 
 def body_sha256(body: bytes) -> str:
@@ -352,8 +300,8 @@ def encode_task(task: Task) -> bytes:
                     "id": task.id,
                     "family": task.family,
                     "split": task.split,
-                    "messages": [_message_to_json(m) for m in task.messages],
-                    "tools": _tools_to_json(task.tools),
+                    "messages": [message_to_json(m) for m in task.messages],
+                    "tools": tools_to_json(task.tools),
                     "difficulty": task.difficulty,
                     "data": task.data,
                 }
@@ -365,8 +313,8 @@ def decode_task(payload: bytes) -> Task:
     """Undo ``encode_task``."""
     with boundary(LedgerError, "a stored task is damaged"):
         data = from_json(decompress(payload))
-        messages = tuple(_message_from_json(m) for m in data.pop("messages"))
-        return Task(messages=messages, tools=_tools_from_json(data.pop("tools")), **data)
+        messages = tuple(message_from_json(m) for m in data.pop("messages"))
+        return Task(messages=messages, tools=tools_from_json(data.pop("tools")), **data)
 
 
 def encode_report(report: StepReport) -> bytes:

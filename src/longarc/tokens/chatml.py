@@ -12,12 +12,19 @@ Source: the models' own chat templates (wire format, kept verbatim).
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
-from longarc.tokens.arguments import call_from_json, dump_json, strict_json, tool_function
-from longarc.tokens.chat_format import ParsedTurn, RenderedChat, TokenWriter
+from longarc.records.message import Json, Message, Role, ToolSpec
+from longarc.tokens.arguments import dump_json, tool_function
+from longarc.tokens.chat_format import (
+    ParsedTurn,
+    RenderedChat,
+    StoredTurn,
+    StreamedTags,
+    TokenWriter,
+)
+from longarc.tokens.tagged_json import parse_tagged
 from longarc.tokens.tokenizer import Tokenizer
 
 _TOOLS_BEFORE: Final = (
@@ -30,8 +37,6 @@ _TOOLS_AFTER: Final = (
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 _TAGS: Final = re.compile(r"(</?(?:think|tool_call|tool_response)>)")
-_CALL: Final = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_NAME: Final = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 
 
 class ChatMlFormat:
@@ -75,6 +80,11 @@ class ChatMlFormat:
         """``<|im_end|>``, and ``<|endoftext|>`` where there is one."""
         return self._stop_ids
 
+    @property
+    def streamed_tags(self) -> StreamedTags:
+        """Tags are text, in vocabularies that have them as control tokens too."""
+        return StreamedTags(by_id=False, strips_reasoning=True)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -101,7 +111,13 @@ class ChatMlFormat:
     def render_tail(
         self, messages: Sequence[Message], *, previous_stop_id: int | None, thinking: bool
     ) -> tuple[int, ...]:
-        """Render what follows a stored assistant turn; see ``ChatFormat.render_tail``."""
+        """Render what follows a stored assistant turn, with the opening of the next one.
+
+        Args:
+            messages: the messages after the stored turn.
+            previous_stop_id: last id of the stored turn if it is a stop id, None if it was cut off.
+            thinking: as in ``render``.
+        """
         out = TokenWriter(self._tokenizer)
         if previous_stop_id != self._end_id:
             out.special("<|im_end|>")
@@ -109,6 +125,13 @@ class ChatMlFormat:
         self._messages(out, messages, first=0, kept_from=0, untrained=())
         self._generation_prompt(out, thinking=thinking)
         return out.finish().token_ids
+
+    def tail_after(
+        self, turn: StoredTurn, messages: Sequence[Message], *, thinking: bool
+    ) -> tuple[int, ...]:
+        """Render what follows a stored turn, which always extends it; see ``ChatFormat.tail_after``."""
+        stop_id = turn.stop_id(self._stop_ids)
+        return self.render_tail(messages, previous_stop_id=stop_id, thinking=thinking)
 
     def parse(
         self,
@@ -120,30 +143,19 @@ class ChatMlFormat:
     ) -> ParsedTurn:
         """Read a completion; see ``ChatFormat.parse``."""
         is_stopped = bool(token_ids) and token_ids[-1] in self._stop_ids
-        text = self._tokenizer.decode(
-            token_ids[:-1] if is_stopped else token_ids, keep_special=True
-        )
-        problems: list[str] = []
-        reasoning: str | None = None
-        if thinking or text.lstrip().startswith("<think>"):
-            before, closing, text = text.partition("</think>")
-            if not closing:
-                problems.append("reasoning without </think>")
-            reasoning = before.partition("<think>")[2] if "<think>" in before else before
-        calls = tuple(
-            _read_call(match, f"{call_id_prefix}_{index}")
-            for index, match in enumerate(_CALL.finditer(text))
-        )
-        problems += [
-            f"tool call {i} ({c.name!r}): {c.error}" for i, c in enumerate(calls) if c.error
-        ]
-        message = Message(
-            role=Role.ASSISTANT,
-            content=_CALL.sub("", text).strip(),
-            reasoning=(reasoning or "").strip() or None,
-            tool_calls=calls,
-        )
-        return ParsedTurn(message=message, problems=tuple(problems))
+        body = token_ids[:-1] if is_stopped else token_ids
+        text = self._tokenizer.decode(body, keep_special=True)
+        return parse_tagged(text, prompt_opens_thinking=thinking, call_id_prefix=call_id_prefix)
+
+    def call_opening(self, name: str | None, *, thinking: bool) -> tuple[int, ...]:
+        """Return the ids that begin a call; see ``ChatFormat.call_opening``."""
+        out = TokenWriter(self._tokenizer)
+        if thinking:
+            self._tagged(out, "\n</think>\n\n")
+        self._tagged(out, "<tool_call>")
+        out.text('\n{"name": ')
+        out.text('"' if name is None else f'{dump_json(name)}, "arguments": ')
+        return out.finish().token_ids
 
     def _opening(self, out: TokenWriter, system: str | None, tools: Sequence[ToolSpec]) -> None:
         if system is None and not tools:
@@ -222,26 +234,3 @@ class ChatMlFormat:
                 out.special(piece, trained=trained)
             elif piece:
                 out.text(piece, trained=trained)
-
-
-def _read_call(match: re.Match[str], call_id: str) -> ToolCall:
-    """Read ``{"name": ..., "arguments": {...}}``; arguments may also be JSON inside a string."""
-    text, closing = match.group(1), match.group(2)
-    named = _NAME.search(text)
-    name = named.group(1) if named else ""
-    try:
-        if not closing:
-            raise ValueError("the call is not closed by </tool_call>")
-        value = strict_json(text)
-        fields = value if isinstance(value, Mapping) else {}
-        written, arguments = fields.get("name"), fields.get("arguments", {})
-        if not isinstance(written, str) or not written:
-            raise ValueError("it names no function")
-        if isinstance(arguments, Mapping):
-            return ToolCall(id=call_id, name=written, arguments=arguments)
-    except ValueError as error:
-        reason = f"the call cannot be read ({error}): {text!r}"
-        return ToolCall(id=call_id, name=name, arguments={}, error=reason)
-    return call_from_json(
-        call_id, written, arguments if isinstance(arguments, str) else dump_json(arguments)
-    )

@@ -13,7 +13,7 @@ from longarc.tokens.arguments import argument_schemas, argument_value
 from longarc.tokens.chat_format import ParsedTurn
 from longarc.tokens.tokenizer import Tokenizer
 
-_TAGS: Final = (
+GLM_TAGS: Final = (
     "<think>",
     "</think>",
     "<tool_call>",
@@ -23,6 +23,7 @@ _TAGS: Final = (
     "<arg_value>",
     "</arg_value>",
 )
+"""What cuts a completion into pieces."""
 
 
 class _Piece(NamedTuple):
@@ -32,7 +33,7 @@ class _Piece(NamedTuple):
     is_tag: bool
 
 
-_TAG_PIECE: Final = {tag: _Piece(tag, True) for tag in _TAGS}
+_TAG_PIECE: Final = {tag: _Piece(tag, True) for tag in GLM_TAGS}
 _THINK, _END_THINK = _TAG_PIECE["<think>"], _TAG_PIECE["</think>"]
 _CALL, _END_CALL = _TAG_PIECE["<tool_call>"], _TAG_PIECE["</tool_call>"]
 
@@ -40,10 +41,20 @@ _CALL, _END_CALL = _TAG_PIECE["<tool_call>"], _TAG_PIECE["</tool_call>"]
 class GlmParser:
     """Parses completions of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, *, strips_reasoning: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, strips_reasoning: bool, model_opens_thinking: bool = False
+    ) -> None:
+        """Bind a tokenizer.
+
+        Args:
+            tokenizer: it has all the tags.
+            strips_reasoning: whether blanks around the reasoning are no part of it.
+            model_opens_thinking: with thinking on, ``<think>`` is sampled and not part of the prompt.
+        """
         self._tokenizer = tokenizer
         self._strips_reasoning = strips_reasoning
-        self._tag_of_id = {tokenizer.special_id(tag): _TAG_PIECE[tag] for tag in _TAGS}
+        self._model_opens_thinking = model_opens_thinking
+        self._tag_of_id = {tokenizer.special_id(tag): _TAG_PIECE[tag] for tag in GLM_TAGS}
 
     def parse(
         self,
@@ -104,10 +115,12 @@ class GlmParser:
         """Split off the reasoning; without thinking there is some only if the model opened it itself."""
         tail = next((i for i, p in enumerate(pieces) if p.is_tag or p.text.strip()), len(pieces))
         opens = tail < len(pieces) and pieces[tail] == _THINK
+        is_expected = thinking and self._model_opens_thinking
         if opens:
-            problems.append("<think> although the prompt already decided about thinking")
+            if not is_expected:
+                problems.append("<think> although the prompt already decided about thinking")
             pieces = pieces[tail + 1 :]
-        elif not thinking:
+        elif not thinking or is_expected:
             return None, pieces
         end = pieces.index(_END_THINK) if _END_THINK in pieces else len(pieces)
         if end == len(pieces):

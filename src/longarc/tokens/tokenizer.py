@@ -181,6 +181,14 @@ class Tokenizer:
         """
         return list(self._encoded(text))
 
+    def encode_with_control(self, text: str) -> list[int]:
+        """Return the ids of a text in which spellings of control tokens are control tokens.
+
+        For text that a program wrote, never for what people, models or tools say.
+        """
+        ids: list[int] = self._inner.encode(_unicode(text), add_special_tokens=False).ids
+        return ids
+
     def _encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._plain.encode(_unicode(text), add_special_tokens=False).ids
         if not self._special_ids.isdisjoint(ids):
@@ -242,6 +250,11 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, int]:
         """The control tokens and their ids."""
         return dict(self._special)
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether each id has bytes of its own, so that text can be decoded id by id."""
+        return self._bytes is not None
 
     @property
     def vocab_size(self) -> int:

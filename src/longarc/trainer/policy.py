@@ -26,8 +26,9 @@ from longarc.errors import ConfigError, ContractError
 from longarc.models.critic import Critic
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
+from longarc.models.routed_rows import RoutingShape
 from longarc.records.batch import Batch, StepReport
-from longarc.records.sampling import WeightSource
+from longarc.records.sampling import RoutingReplay, WeightSource
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.credit import TrainItem, length_penalties, train_items
@@ -73,6 +74,8 @@ class PolicySettings:
     """What is kept between forward and backward; memory, not results."""
     critic: CriticSettings | None = None
     """How the critic learns, where one gives the advantages."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing is replayed."""
     num_token_reports: int = 4
     """Segments per step whose per-token results are reported."""
 
@@ -110,7 +113,8 @@ class PolicyTrainer:
             clock: monotonic [seconds]; only measures throughput.
 
         Raises:
-            ConfigError: the loss does not take these settings, or the temperature is 0.
+            ConfigError: the loss does not take these settings, the temperature is 0, or the model does not choose
+                what is to be replayed.
             ContractError: there is a critic and no settings for it, or the other way round.
         """
         if isinstance(advantage_fn, Critic) != (settings.critic is not None):
@@ -133,7 +137,10 @@ class PolicyTrainer:
             loss_settings=settings.loss_settings,
             teachers=teachers,
             activations=settings.activations,
+            routing_replay=settings.routing_replay,
         )
+        # Refuses what the model cannot replay now and not after the first rollouts.
+        RoutingShape.of(model.config, settings.routing_replay, attention=settings.attention)
         self._add_gradients = gradients(model, self._objective)
         self._optimizer = MuonAdamW(
             model, model.config, settings.optimizer, num_threads=num_update_threads
@@ -231,7 +238,7 @@ class PolicyTrainer:
             ]
         if batch.resets_optimizer:
             self._optimizer.reset()
-        documents = documents_of(items)
+        documents = documents_of(items, replays=settings.routing_replay != "none")
         self._optimizer.zero_grad()
         sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
@@ -282,7 +289,7 @@ class PolicyTrainer:
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-def documents_of(items: Sequence[TrainItem]) -> list[PolicyDocument]:
+def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[PolicyDocument]:
     """Return what the objective sees of each item."""
     for item in items:
         if item.segment.train_mask[0]:
@@ -300,11 +307,21 @@ def documents_of(items: Sequence[TrainItem]) -> list[PolicyDocument]:
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
             kept_ids=item.segment.kept_ids,
+            routing=_routing_of(item) if replays else None,
             advantages=item.advantages,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)
     ]
+
+
+def _routing_of(item: TrainItem) -> Sequence[bytes]:
+    if item.segment.routing is None:
+        raise ContractError(
+            f"trajectory {item.trajectory.id}: segment {item.segment.order} has no routing to replay: the engine that "
+            f"sampled it recorded none. Sample it again, or set rollout.routing_replay to what it was sampled with"
+        )
+    return item.segment.routing
 
 
 def _check_teachers(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> None:

@@ -11,7 +11,8 @@ from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
-from longarc.engine.sampler import seed_of_request, uniforms
+from longarc.engine.sampler import uniforms
+from longarc.engine.seeds import seed_of_request
 from longarc.engine.wire import ScoreRequest, StreamRequest, from_plain
 from longarc.errors import (
     ContractError,

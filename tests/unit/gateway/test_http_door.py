@@ -3,76 +3,20 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import httpx
 import openai
 import pytest
 
 from fakes import FakeEngine
+from gateway_cases import DONE, FORMAT, LOOK, SAMPLING, TOOLS, Door, chat_body
 from longarc.errors import ConfigError, EngineError, EngineRequestError, ResourceError
-from longarc.gateway.access import RolloutAccess, ServeAccess
+from longarc.gateway.access import ServeAccess
 from longarc.gateway.core import Gateway
 from longarc.gateway.http import HttpSettings, build_app
 from longarc.gateway.server import bound_socket, serving
 from longarc.gateway.session import GatewaySession
-from longarc.records.sampling import Sampling
-from longarc.tokens.glm import GlmFormat
 from token_samples import sampled, small_tokenizer, text_of, user
-
-FORMAT = GlmFormat(small_tokenizer())
-SAMPLING = Sampling(max_new_tokens=300, temperature=0.7)
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "bash",
-            "description": "Run a command.",
-            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
-        },
-    }
-]
-LOOK = sampled(
-    "look</think><tool_call>bash<arg_key>command</arg_key><arg_value>ls 'a b'\n</arg_value></tool_call>"
-    "<|observation|>"
-)
-DONE = sampled("seen</think>the word<|user|>")
-
-
-class Door:
-    """A running gateway with one open rollout session."""
-
-    def __init__(self, engine: FakeEngine, settings: HttpSettings | None = None) -> None:
-        self.engine = engine
-        self.gateway = Gateway(engine, FORMAT)
-        self.access = RolloutAccess()
-        self.session: GatewaySession = self.gateway.open(
-            "stage/0/0/0", sampling=SAMPLING, thinking=True, max_context_tokens=4096
-        )
-        self.key = self.access.admit(self.session)
-        self.app = build_app(self.gateway, self.access, settings, clock=lambda: 1234.5)
-
-    @asynccontextmanager
-    async def sdk(self, *, by_path: bool = False) -> AsyncIterator[openai.AsyncOpenAI]:
-        async with serving(self.app, bound_socket()) as url:
-            base = f"{url}/s/{self.key}/v1" if by_path else f"{url}/v1"
-            key = "unused" if by_path else self.key
-            async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as client:
-                yield client
-
-    @asynccontextmanager
-    async def raw(self) -> AsyncIterator[httpx.AsyncClient]:
-        transport = httpx.ASGITransport(self.app)
-        headers = {"authorization": f"Bearer {self.key}"}
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://gateway", headers=headers
-        ) as client:
-            yield client
-
-
-def chat_body(**more: object) -> dict[str, object]:
-    return {"model": "m", "messages": [{"role": "user", "content": "q"}]} | more
 
 
 @pytest.mark.parametrize("by_path", [False, True])
@@ -205,11 +149,17 @@ async def test_a_rollout_is_sampled_as_the_run_decides_and_a_served_model_as_the
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"stream": True}, "stream"),
-        ({"n": 2}, "n"),
-        ({"stop": ["Observation:"]}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
         ({"guided_regex": "x"}, "guided_regex"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
@@ -254,11 +204,13 @@ async def test_a_value_that_cannot_be_sampled_with_is_a_400_that_tells_it(asked)
 async def test_the_sdk_raises_its_own_error_type_with_the_field():
     door = Door(FakeEngine([]))
     async with door.sdk() as client:
-        with pytest.raises(openai.BadRequestError, match="stream=True is not supported") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match="top_logprobs=2 is not supported"
+        ) as refused:
             await client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "q"}], stream=True
+                model="x", messages=[{"role": "user", "content": "q"}], top_logprobs=2
             )
-    assert (refused.value.param, refused.value.code) == ("stream", "unsupported_value")
+    assert (refused.value.param, refused.value.code) == ("top_logprobs", "unsupported_value")
 
 
 async def test_options_that_ask_for_nothing_and_fields_without_effect_are_accepted():
@@ -322,12 +274,12 @@ async def test_a_closed_session_is_404_and_unknown_paths_answer_in_the_dialect()
     await door.session.close()
     async with door.raw() as client:
         closed = await client.post("/v1/chat/completions", json=chat_body())
-        unknown = await client.post("/v1/responses", json={})
+        unknown = await client.post("/v1/completions", json={})
         method = await client.get("/v1/chat/completions")
     assert closed.status_code == 404
     assert "is closed" in closed.json()["error"]["message"]
     assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"].startswith("POST /v1/responses")
+    assert unknown.json()["error"]["message"].startswith("POST /v1/completions")
     assert method.status_code == 405
 
 

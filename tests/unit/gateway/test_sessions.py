@@ -9,8 +9,10 @@ import pytest
 from fakes import FakeEngine
 from longarc.errors import ConfigError, ContractError, EngineError
 from longarc.gateway.core import Gateway
-from longarc.gateway.session import GatewaySession, SessionClosed
+from longarc.gateway.session import GatewaySession
+from longarc.gateway.session_settings import SessionClosed
 from longarc.gateway.turn_log import decode_turn
+from longarc.gateway.turn_options import TurnOptions
 from longarc.records.ports import ContextExhausted, PolicySession, SessionFactory
 from longarc.records.sampling import Sampling
 from longarc.records.segment import NOT_SAMPLED
@@ -192,7 +194,7 @@ async def test_tool_choice_none_keeps_the_prompt_and_leaves_calls_out_of_the_ans
     session = opened(engine)
     first = await session.chat([user("q")], tools=[BASH])
     history = [user("q"), first.message, tool("x")]
-    answer = await session.answer(history, tools=[BASH], tool_choice="none")
+    answer = await session.answer(history, tools=[BASH], options=TurnOptions(tool_choice="none"))
     assert answer.turn.message.tool_calls == ()
     assert answer.turn.finish_reason == "stop"
     await session.chat([*history, answer.turn.message, user("go on")], tools=[BASH])
@@ -466,11 +468,11 @@ async def test_parallel_calls_of_one_session_are_recorded_as_they_end():
 async def test_a_retry_gets_the_answer_that_was_lost_and_a_new_question_does_not():
     engine = FakeEngine([LOOK, DONE])
     session = opened(engine)
-    first = await session.answer([user("q")], tools=[BASH], is_retry=True)
-    again = await session.answer([user("q")], tools=[BASH], is_retry=True)
+    first = await session.answer([user("q")], tools=[BASH], options=TurnOptions(is_retry=True))
+    again = await session.answer([user("q")], tools=[BASH], options=TurnOptions(is_retry=True))
     assert again == first
     history = [user("q"), first.turn.message, tool("x")]
-    await session.answer(history, tools=[BASH], is_retry=True)
+    await session.answer(history, tools=[BASH], options=TurnOptions(is_retry=True))
     assert len(engine.requests) == 2
 
 

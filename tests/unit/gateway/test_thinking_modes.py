@@ -3,6 +3,7 @@
 from fakes import FakeEngine
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession
+from longarc.gateway.turn_options import TurnOptions
 from longarc.records.sampling import Sampling
 from longarc.tokens.glm import GlmFormat
 from token_samples import BASH, assistant, sampled, small_tokenizer, text_of, tool, user
@@ -33,7 +34,7 @@ async def test_a_turn_may_go_without_thinking_in_the_same_segment():
     session = opened(engine)
     first = await session.answer([user("q")])
     history = [user("q"), first.turn.message, user("quick!")]
-    second = await session.answer(history, thinking=False)
+    second = await session.answer(history, options=TurnOptions(thinking=False))
     assert text_of(engine.requests[1].prompt_ids).endswith("quick!<|assistant|></think>")
     assert (second.turn.message.reasoning, second.turn.message.content) == (None, "at once")
     assert len(session.segments()) == 1

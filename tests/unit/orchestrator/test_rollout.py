@@ -223,7 +223,7 @@ def test_a_time_out_before_the_policy_was_asked_is_the_environment_s():
 
 def test_a_time_out_without_one_sampled_token_is_the_engine_s():
     class Silent(FakeSession):
-        async def chat(self, messages, *, tools=(), max_new_tokens=None):
+        async def chat(self, messages, **options):
             await asyncio.sleep(1e6)
 
     trajectory = rolled_out(Family(), session=Silent)

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import struct
 
@@ -15,8 +16,10 @@ from ledger_cases import (
 from longarc.errors import ContractError, LedgerError
 from longarc.records.message import Message, Role, ToolCall
 from longarc.records.metric import Metric
+from longarc.records.turn import Turn
 from longarc.runs.codec import (
     batch_sha256,
+    body_sha256,
     compress,
     decode_report,
     decode_task,
@@ -30,6 +33,7 @@ from longarc.runs.codec import (
     trajectory_from_body,
     unpack_floats,
 )
+from longarc.runs.record_json import to_json_line, trajectory_from_json, trajectory_to_json
 
 
 def changed_segment(trajectory, **changes):
@@ -44,6 +48,42 @@ def there_and_back(trajectory):
 def test_a_trajectory_comes_back_equal():
     trajectory = make_trajectory(num_segments=3, length=37)
     assert there_and_back(trajectory) == trajectory
+
+
+def test_a_trajectory_without_lineage_has_the_bytes_that_it_had_before_there_was_any():
+    """The digest was taken before segments had parent agents and windows, and trajectories turns."""
+    body = trajectory_body(make_trajectory(num_segments=3, length=37))
+    assert body_sha256(body) == "b3039c48b5beb97de8cbcc55f3acd07b50458a1afe060ed4c3f6d80d2544a970"
+
+
+def test_lineage_and_turns_come_back_from_the_ledger_and_from_json():
+    trajectory = changed_segment(make_trajectory(), parent_agent_id="main", window=3)
+    said = (Message(role=Role.USER, content="\ud800"),)
+    turn = Turn(
+        segment_order=0,
+        start=4,
+        num_sampled=3,
+        parent=None,
+        said=said,
+        answer=trajectory.messages[1],
+        finish_reason="stop",
+        elapsed_s=0.5,
+    )
+    trajectory = dataclasses.replace(trajectory, turns=(turn,))
+    assert there_and_back(trajectory) == trajectory
+    line = to_json_line(trajectory_to_json(trajectory))
+    assert line.isascii()
+    assert "\n" not in line
+    assert trajectory_from_json(json.loads(line)) == trajectory
+
+
+def test_json_that_is_no_trajectory_is_refused():
+    data = trajectory_to_json(make_trajectory())
+    with pytest.raises(ContractError, match="format 'other'"):
+        trajectory_from_json({**data, "format": "other"})
+    del data["segments"]
+    with pytest.raises(ContractError, match="damaged"):
+        trajectory_from_json(data)
 
 
 def test_a_trajectory_without_segments_or_reward_comes_back_equal():
@@ -66,6 +106,18 @@ def test_what_tokens_were_drawn_from_comes_back_and_costs_others_no_byte():
     truncated = changed_segment(trajectory, kept_ids=kept)
     assert there_and_back(truncated) == truncated
     assert b"kept" not in trajectory_body(trajectory)
+
+
+def test_what_tokens_were_routed_to_comes_back_and_costs_others_no_byte():
+    trajectory = make_trajectory()
+    segment = trajectory.segments[0]
+    blobs = [bytes(range(position % 7)) for position in range(len(segment.token_ids) - 1)]
+    routed = changed_segment(trajectory, routing=(*blobs, b""))
+    assert there_and_back(routed) == routed
+    assert b"routing" not in trajectory_body(trajectory)
+    assert there_and_back(trajectory).segments[0].routing is None
+    both = changed_segment(routed, kept_ids=tuple((token,) for token in segment.token_ids))
+    assert there_and_back(both) == both
 
 
 def test_logprobs_that_are_not_float32_are_kept_as_float64():

@@ -27,6 +27,7 @@ from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
+from longarc.config.context import ContextConfig
 from longarc.envs.bash_tool import BASH, bash_tool
 from longarc.envs.graders.answers import final_answer, is_labelled, success
 from longarc.envs.tasks.settings import FamilySettings, Frac, Range, settings_from
@@ -85,6 +86,9 @@ class FilesSettings(FamilySettings):
     """Time one command may take [seconds]."""
     max_output_chars: int = Field(300, ge=20)
     """What the policy sees of one command's output [characters]."""
+    context: ContextConfig | None = None
+    """What keeps the conversation within the context: ``{ policy = "keep_recent" }``, ``"hierarchical"`` or
+    ``"summary"`` with their settings; None shows everything until the context is full."""
 
     @model_validator(mode="after")
     def _words_suffice(self) -> Self:
@@ -140,6 +144,7 @@ class Files:
             max_turns=self.settings.max_turns,
             command_timeout_s=self.settings.command_timeout_s,
             max_output_chars=self.settings.max_output_chars,
+            context=self.settings.context,
         )
 
     async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
@@ -255,6 +260,7 @@ class _FilesEnv:
     max_turns: int
     command_timeout_s: float
     max_output_chars: int
+    context: ContextConfig | None
 
     async def run(self, policy: PolicyClient) -> EpisodeResult:
         """Let the policy follow the trail."""
@@ -274,7 +280,13 @@ class _FilesEnv:
             bash = bash_tool(
                 sandbox, timeout_s=self.command_timeout_s, max_output_chars=self.max_output_chars
             )
-            return await run_tool_loop(policy, self.task, {"bash": bash}, max_turns=self.max_turns)
+            return await run_tool_loop(
+                policy,
+                self.task,
+                {"bash": bash},
+                max_turns=self.max_turns,
+                context=self.context,
+            )
         finally:
             await sandbox.close()
 
