@@ -124,6 +124,11 @@ def test_groups_may_have_a_critic_too(loss):
             r"reset_optimizer_on_push=True.*have no effect",
         ),
         ("stages.values.rollout", {"temperature": 0}, r"temperature=0 .*above 0"),
+        (
+            "stages.values.rollout",
+            {"routing_replay": "experts"},
+            r"routing_replay='experts' has no effect: the policy is not computed",
+        ),
         ("stages.values.loss", {"path": "a.b:c"}, r"loss"),
         ("stages.values.tasks", {"u": {}}, r"'values' uses task families \['u'\]"),
         ("stages.values.loop.max_concurrent_rollouts", 17, r"'values': .*rollouts=17.*=8"),
