@@ -37,14 +37,8 @@ from common import Table, natural, positive
 from longarc.config.engine import EngineConfig
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.recipe import InitialCheckpoint, Recipe, TaskFamilyConfig, TokenizerConfig
-from longarc.config.stages import (
-    EvalConfig,
-    LossConfig,
-    RlConfig,
-    RolloutConfig,
-    StageConfig,
-    TaskShare,
-)
+from longarc.config.rollout import RolloutConfig, TaskShare
+from longarc.config.stages import EvalConfig, LossConfig, RlConfig, StageConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import LongArcError
 from longarc.models.hf_weights import save_pretrained_dir

@@ -64,10 +64,10 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
               ("advantage reinforce_plus_plus", "advantage reinforce_plus_plus_baseline")),
     ),
     "Advantages from a critic": (
-        Entry("gae", "token_gae", "GAE"),
-        Entry("gae", "skip_observation_gae", "skip-observation GAE"),
-        Entry("gae", "length_adaptive_lambda", "length-adaptive lambda"),
-        Entry("gae", "cross_trajectory_gae", "cross-trajectory GAE"),
+        Entry("gae", "token_gae", "GAE", ("advantage gae", "gae.lam", "critic.gamma")),
+        Entry("gae", "skip_observation_gae", "skip-observation GAE", ("advantage gae",)),
+        Entry("gae", "length_adaptive_lambda", "length-adaptive lambda", ("gae.alpha",)),
+        Entry("gae", "cross_trajectory_gae", "cross-trajectory GAE", ("advantage gae", "gae.lambda_scope")),
         Entry("actor_critic", "step_advantages", "WebRL's advantage of an action"),
     ),
     "Importance weights": (
@@ -94,9 +94,9 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
         Entry("actor_critic", "kl_constrained_loss", "KL-constrained actor (WebRL)"),
     ),
     "Critics": (
-        Entry("value_loss", "clipped_value_loss", "clipped value loss"),
+        Entry("value_loss", "clipped_value_loss", "clipped value loss", ("stage value_pretrain", "critic.clip")),
         Entry("value_loss", "value_cross_entropy_loss", "value as probability of success"),
-        Entry("value_loss", "explained_variance", "explained variance"),
+        Entry("value_loss", "explained_variance", "explained variance", ("advantage gae", "stage value_pretrain")),
     ),
     "Distillation": (
         Entry("distill", "distillation_advantages", "on-policy distillation, sampled token", ("stage distill",)),
@@ -208,6 +208,7 @@ def _users(asked: str) -> str:
             "loss": [stage.get("loss", {}).get("path", "").rpartition(":")[2] for stage in stages],
             "reduction": [stage.get("loss", {}).get("reduction", "") for stage in stages],
             "stage": [stage["kind"] for stage in stages],
+            "advantage": [stage.get("advantage", "") for stage in stages],
         }.get(what, [])
         if value in said:
             found.append(path.stem)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longarc.config.recipe import Recipe
 from longarc.config.recorded import read_recorded
-from longarc.config.stages import TaskShare
+from longarc.config.rollout import TaskShare
 from longarc.data.documents import Document
 from longarc.data.sft import conversation_document
 from longarc.models.decoder_base import Decoder

@@ -142,6 +142,7 @@ def make_report(batch: Batch) -> StepReport:
                 segment_order=0,
                 policy_logprobs=(0.0, -0.1),
                 advantages=(0.0, 1.0),
+                values=(0.0, 0.25),
             ),
         ),
         histograms={"log_ratio": (0.0, 1e-7)},

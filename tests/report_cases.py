@@ -108,6 +108,7 @@ def make_step_report(batch, trained):
                 segment_order=0,
                 policy_logprobs=tuple(p + 1e-6 if m else 0.0 for m, p in masked),
                 advantages=tuple(advantage if m else 0.0 for m, _ in masked),
+                values=tuple(0.25 if m else 0.0 for m, _ in masked),
             )
         )
     return StepReport(

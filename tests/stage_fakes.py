@@ -70,13 +70,15 @@ class FakeTrainer:
     step_s: float = 1.0
     batches: list[Batch] = field(default_factory=list)
     fails_at_step: int | None = None
+    keeps_policy: bool = False
+    """Whether a step leaves the policy as it was, as value pre-training does."""
 
     async def step(self, batch: Batch) -> StepReport:
         await asyncio.sleep(self.step_s)
         if batch.step == self.fails_at_step:
             raise ValueError("the trainer broke")
         self.batches.append(batch)
-        self.version += 1
+        self.version += not self.keeps_policy
         return StepReport(
             step=batch.step,
             policy_version=self.version,

@@ -106,7 +106,9 @@ def test_the_dsa_stage_takes_an_indexer_away_and_a_search_takes_another(finished
     assert [line.split()[-1] for line in said.splitlines()[1:3]] == ["FFS", "FSS"]
 
 
-@pytest.mark.parametrize("where", ["reasoning_rl:2", "agentic_rl:3", "distill:1"])
+@pytest.mark.parametrize(
+    "where", ["reasoning_rl:2", "agentic_rl:3", "value_pretrain:3", "sao:4", "distill:1"]
+)
 def test_a_recorded_step_taken_again_gives_bit_identical_weights(finished, where):
     assert "bit-identical" in output_of(*RUN, "--run-dir", finished, "--replay", where)
 
@@ -122,6 +124,8 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_same_supervised_weights
         ("mtp", "step-000002"),
         ("reasoning_rl", "step-000002"),
         ("agentic_rl", "step-000002"),
+        ("value_pretrain", "step-000002"),
+        ("sao", "step-000002"),
     ):
         arguments = [
             *RUN,

@@ -179,6 +179,8 @@ def test_tokens_are_coloured_by_what_is_asked_and_tell_their_numbers(page):
     assert background(page, last) == clear
     page.click('[data-mode="logratio"]')
     assert background(page, first) != clear
+    page.click('[data-mode="value"]')
+    assert background(page, first) != clear
 
     page.hover(later)
     shown = page.inner_text("#tooltip").split("\n")
@@ -186,6 +188,7 @@ def test_tokens_are_coloured_by_what_is_asked_and_tell_their_numbers(page):
     assert "in the train mask" in shown
     assert "policy version 2" in shown
     assert "advantage 0.5" in shown
+    assert "value 0.25" in shown
     assert "log-ratio 1.00e-6" in shown
     assert any(line.startswith("log-probability -0.5 ") for line in shown)
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from longarc.config.critic import CriticConfig
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import (
     LEAST_VLLM_TEMPERATURE,
@@ -20,15 +21,13 @@ from longarc.config.model import (
     LlamaHybridConfig,
     ModelConfig,
 )
+from longarc.config.rollout import RolloutConfig, SamplingStageConfig
 from longarc.config.stages import (
-    DistillConfig,
     DsaConfig,
     EvalConfig,
     MidtrainConfig,
     MtpConfig,
     PretrainConfig,
-    RlConfig,
-    RolloutConfig,
     SftConfig,
     StageConfig,
     SupervisedConfig,
@@ -96,7 +95,7 @@ def check_model_fits(
         if isinstance(stage, MidtrainConfig) and stage.pattern is not None:
             _check_pattern(name, model, stage.pattern)
             hybrid = name
-        if isinstance(stage, RlConfig | DistillConfig):
+        if isinstance(stage, SamplingStageConfig):
             _check_replay(name, model, stage.rollout, hybrid=hybrid)
         if isinstance(stage, DsaConfig):
             _check_conversion(name, model, stage, hybrid=hybrid)
@@ -197,7 +196,7 @@ def check_keys_are_selected(stages: Mapping[str, StageConfig], *, is_sparse: boo
     """
     for name, stage in stages.items():
         is_sparse |= isinstance(stage, DsaConfig)
-        if not isinstance(stage, RlConfig | DistillConfig) or is_sparse:
+        if not isinstance(stage, SamplingStageConfig) or is_sparse:
             continue
         if stage.rollout.routing_replay == "experts_and_keys":
             raise ValueError(
@@ -259,6 +258,38 @@ def _check_int4(name: str, model: ModelConfig, group_size: int | None) -> None:
             )
 
 
+def check_start(name: str, critic: CriticConfig, stages: Mapping[str, StageConfig]) -> None:
+    """Refuse a critic that goes on from a stage which has none, or on a model that has changed since.
+
+    Args:
+        name: of the stage with the critic.
+        critic: of that stage.
+        stages: of the recipe, in order.
+
+    Raises:
+        ValueError: names the stages and what to change.
+    """
+    if critic.start is None:
+        return
+    order = list(stages)
+    earlier = order[: order.index(name)]
+    have_one = [other for other in earlier if getattr(stages[other], "critic", None) is not None]
+    if critic.start not in have_one:
+        raise ValueError(
+            f"stage {name!r}: critic.start={critic.start!r} is no stage before it with a critic; there are {have_one}. "
+            f"Put a value_pretrain stage before it, or leave critic.start out to start from the policy's weights"
+        )
+    for between in order[order.index(critic.start) + 1 : order.index(name)]:
+        stage = stages[between]
+        if isinstance(stage, DsaConfig) or (
+            isinstance(stage, MidtrainConfig) and stage.pattern is not None
+        ):
+            raise ValueError(
+                f"stage {name!r}: critic.start={critic.start!r}, but stage {between!r} has changed the policy's "
+                f"attention since, and the critic's with it: train the critic behind that stage"
+            )
+
+
 def check_engine_fits(
     engine: AnyEngineConfig, stages: Mapping[str, StageConfig], *, model: ModelConfig | None = None
 ) -> None:
@@ -273,7 +304,7 @@ def check_engine_fits(
         _check_client_can(engine, stages, model)
     room = engine.max_running + engine.max_waiting
     for name, stage in stages.items():
-        if isinstance(stage, RlConfig | DistillConfig):
+        if isinstance(stage, SamplingStageConfig):
             on_update = stage.rollout.on_update
             if on_update is not None and not isinstance(engine, EngineConfig):
                 raise ValueError(
@@ -310,7 +341,7 @@ def _check_client_can(
     for name, stage in stages.items():
         if isinstance(stage, MidtrainConfig) and stage.pattern is not None:
             mixed = f"stages.{name}.pattern"
-        if not isinstance(stage, RlConfig | DistillConfig | EvalConfig):
+        if not isinstance(stage, SamplingStageConfig | EvalConfig):
             continue
         if mixed is not None:
             raise ValueError(
@@ -358,5 +389,5 @@ def _lack_of_client(engine: VllmConfig | SglangConfig, rollout: RolloutConfig) -
 def _contexts(stage: StageConfig) -> Iterator[tuple[str, int]]:
     if isinstance(stage, PretrainConfig | MidtrainConfig | DsaConfig | MtpConfig):
         yield "context_tokens", stage.context_tokens
-    elif isinstance(stage, RlConfig | DistillConfig | EvalConfig):
+    elif isinstance(stage, SamplingStageConfig | EvalConfig):
         yield "rollout.max_context_tokens", stage.rollout.max_context_tokens

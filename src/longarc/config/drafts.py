@@ -5,14 +5,8 @@ from collections.abc import Mapping
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig, servers_of
 from longarc.config.model import GlmHybridConfig, GlmMoeDsaConfig, ModelConfig
-from longarc.config.stages import (
-    DistillConfig,
-    EvalConfig,
-    MidtrainConfig,
-    MtpConfig,
-    RlConfig,
-    StageConfig,
-)
+from longarc.config.rollout import SamplingStageConfig
+from longarc.config.stages import EvalConfig, MidtrainConfig, MtpConfig, StageConfig
 
 _INITIAL = "initial"
 
@@ -42,7 +36,7 @@ def check_can_draft(
             is_family = can = False
         if isinstance(stage, MtpConfig):
             can = is_family
-        sampled = [name] if isinstance(stage, RlConfig | DistillConfig) else []
+        sampled = [name] if isinstance(stage, SamplingStageConfig) else []
         if servers_of(engine):
             sampled = []  # these draft as they were started
         if isinstance(stage, EvalConfig):

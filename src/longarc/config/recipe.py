@@ -10,12 +10,15 @@ from longarc.config.coherence import (
     check_keys_are_selected,
     check_model_fits,
     check_names,
+    check_start,
 )
+from longarc.config.critic import ValuePretrainConfig
 from longarc.config.drafts import check_can_draft
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig
 from longarc.config.harness import HarnessConfig
 from longarc.config.model import ComputeDtype, GlmMoeDsaConfig, ModelConfig
+from longarc.config.rollout import SamplingStageConfig
 from longarc.config.settings import Settings
 from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig, StageConfig
 from longarc.config.tokenizer import TokenizerConfig
@@ -134,7 +137,7 @@ class Recipe(Settings):
 
     def _check_tasks(self, name: str, stage: StageConfig) -> None:
         used: set[str] = set()
-        if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
+        if isinstance(stage, SftConfig | SamplingStageConfig | EvalConfig):
             used = set(stage.tasks)
         elif stage.demonstrations is not None:
             used = set(stage.demonstrations.tasks)
@@ -146,6 +149,8 @@ class Recipe(Settings):
                 )
 
     def _check_references(self, name: str, stage: StageConfig, trained: list[str]) -> None:
+        if isinstance(stage, RlConfig | ValuePretrainConfig) and stage.critic is not None:
+            check_start(name, stage.critic, self.stages)
         if isinstance(stage, DistillConfig):
             referenced, what = sorted(set(stage.teachers.values())), "teachers"
         elif isinstance(stage, EvalConfig):

@@ -1,23 +1,20 @@
 """Settings of each stage of the arc; a recipe is a sequence of these."""
 
-import math
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from longarc.config.critic import CriticConfig, GaeConfig, ValuePretrainConfig
 from longarc.config.model import MAX_DEPTHS, AttentionPattern
-from longarc.config.orchestrator import RolloutLoopConfig
+from longarc.config.rollout import (
+    OverlongConfig,
+    RolloutConfig,
+    SamplingStageConfig,
+    TaskShare,
+    check_warmup,
+)
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
-from longarc.records.sampling import MIN_TEMPERATURE, RoutingReplay, UpdatePolicy
-
-
-def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
-    if optimizer.warmup_steps > num_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than the stage of {num_steps} "
-            f"steps, which would never reach its rate; lower it or raise num_steps"
-        )
 
 
 class SupervisedConfig(Settings):
@@ -43,7 +40,7 @@ class SupervisedConfig(Settings):
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
-        _check_warmup(self.optimizer, self.num_steps)
+        check_warmup(self.optimizer, self.num_steps)
         return self
 
 
@@ -80,15 +77,6 @@ class CorpusConfig(Settings):
     """Text read from the interpreter's standard library and installed documentation [bytes]."""
     copy_share_frac: float = Field(0.3, ge=0, le=1)
     """Share of tokens from generated copy-rich text (listings, key=value, references)."""
-
-
-class TaskShare(Settings):
-    """How much of a stage one task family gets, and how hard its tasks are there."""
-
-    share_frac: float = Field(1.0, gt=0)
-    """Relative share; shares are normalised over the stage."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword settings for the family, over those of the recipe's ``tasks``."""
 
 
 class DemonstrationsConfig(Settings):
@@ -272,57 +260,6 @@ class LossConfig(Settings):
     (DAPO as printed)."""
 
 
-class OverlongConfig(Settings):
-    """A reward that falls before a length limit is reached: soft overlong punishment, DAPO (arXiv:2503.14476)."""
-
-    max_tokens: int = Field(ge=1)
-    """Trained tokens of a rollout from which on it loses 1 of its reward [tokens]."""
-    cache_tokens: int = Field(ge=1)
-    """Tokens before that over which the loss grows from 0 to 1 [tokens]."""
-
-    @model_validator(mode="after")
-    def _interval_exists(self) -> Self:
-        if self.cache_tokens > self.max_tokens:
-            raise ValueError(
-                f"cache_tokens={self.cache_tokens} begin before the first of max_tokens={self.max_tokens}; lower "
-                f"cache_tokens to at most max_tokens"
-            )
-        return self
-
-
-class RolloutConfig(Settings):
-    """How the policy is sampled in an RL or evaluation stage."""
-
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; training scores under the same one."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Draw from the likeliest tokens that reach this share; training scores among the same tokens, which are recorded."""
-    top_k: int = Field(0, ge=0)
-    """Draw from so many of the likeliest tokens; 0 keeps all."""
-    min_p: float = Field(0.0, ge=0, lt=1)
-    """Draw from tokens with at least this share of the likeliest one's probability; 0 keeps all."""
-    max_new_tokens: int = Field(96, ge=1)
-    """Budget of one turn [tokens]."""
-    max_context_tokens: int = Field(1024, ge=16)
-    """Budget of a whole rollout, prompts and observations included [tokens]."""
-    on_update: UpdatePolicy | None = None
-    """A turn that is being sampled when new weights arrive goes on under them with its old cache (``continue``), computes
-    its cache again before it goes on (``recompute``), or ends under the old weights, for which the engine keeps a second copy
-    and further updates wait (``finish``). None leaves it to the engine: the embedded one continues."""
-    routing_replay: RoutingReplay = "none"
-    """What of the engine's routing training computes with, in place of its own choices (rollout routing replay, R3):
-    ``experts`` of each token, or ``experts_and_keys``, also what its indexers selected. The engine then keeps them beside
-    the rows of its cache and they are recorded with the tokens. LongArc's engine and trainer choose alike for the same
-    weights, so this is for weights that differ: rollouts in FP8, or turns that an update caught. For glm_moe_dsa."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _is_sampled_with(cls, temperature: float) -> float:
-        if temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf:
-            return temperature
-        raise ValueError(f"is 0, or at least {MIN_TEMPERATURE} and finite")
-
-
 Advantage: TypeAlias = Literal[
     "std",
     "mean",
@@ -330,6 +267,7 @@ Advantage: TypeAlias = Literal[
     "running_mean",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "gae",
 ]
 """What the rewards of a step are compared with."""
 
@@ -337,24 +275,19 @@ GROUP_BASELINES: Final = ("std", "mean", "leave_one_out", "reinforce_plus_plus_b
 """Those that make nothing of a group of one."""
 
 
-class RlConfig(Settings):
+class RlConfig(SamplingStageConfig):
     """Reinforcement learning on verifiable tasks."""
 
     kind: Literal["reasoning_rl", "agentic_rl", "general_rl"]
     """Which stage this is: the three differ in tasks, loss and asynchrony, which are all settings."""
-    tasks: dict[str, TaskShare] = Field(min_length=1)
-    """Families and their shares of the groups."""
-    loop: RolloutLoopConfig
-    """How rollouts are scheduled against training steps."""
-    rollout: RolloutConfig = RolloutConfig()
-    """How the policy is sampled."""
     loss: LossConfig = LossConfig()
     """The objective."""
     advantage: Advantage = "std"
     """What rewards are compared with. A group: ``std`` is (R - mean) / std (GRPO), ``mean`` R - mean (GLM-4.5),
     ``leave_one_out`` R - the mean of the others (RLOO). ``running_mean``: what the family's rollouts earned lately.
     ``reinforce_plus_plus``: R, normalised over the tokens of the step; ``reinforce_plus_plus_baseline``: R - the
-    group's mean, normalised likewise. Without a group (``loop.group_size = 1``) only ``running_mean`` and
+    group's mean, normalised likewise. ``gae``: what a critic expects, token by token (PPO, VAPO, SAO,
+    CompactionRL); it needs ``critic``. Without a group (``loop.group_size = 1``) only ``gae``, ``running_mean`` and
     ``reinforce_plus_plus`` have something to compare with."""
     running_mean_window: int | None = Field(None, ge=1)
     """Rewards of each family that ``running_mean`` remembers [rollouts]; None is 128. For that advantage alone."""
@@ -362,26 +295,21 @@ class RlConfig(Settings):
     """What long rollouts lose of their reward; None for nothing. Dynamic sampling looks at rewards before it."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-4, weight_decay=0.0)
     """How weights are updated."""
-    micro_batch_tokens: int = Field(8192, ge=16)
-    """Tokens in one forward and backward [tokens]."""
-    activations: ActivationConfig = ActivationConfig()
-    """What is kept between forward and backward; memory and time, not results."""
     router_bias_rate: float = Field(0.0, ge=0)
     """Step of the loss-free expert balancing; 0 in RL."""
-    trainer_process: bool = False
-    """Whether the trainer runs in a process of its own, so that sampling and training overlap."""
-    checkpoint_every_steps: int = Field(20, ge=1)
-    """A crash costs at most this many recomputed steps [optimizer steps]."""
+    critic: CriticConfig | None = None
+    """The critic of ``advantage = "gae"``; None for none."""
+    gae: GaeConfig | None = None
+    """How its values become advantages; None takes the defaults. For ``advantage = "gae"`` alone."""
 
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
-        _check_samples(self.rollout)
-        _check_warmup(self.optimizer, self.loop.num_steps)
+        check_warmup(self.optimizer, self.loop.num_steps)
         if self.loop.group_size == 1 and self.advantage in GROUP_BASELINES:
             raise ValueError(
                 f'loop.group_size=1 leaves nothing to compare with: advantage="{self.advantage}" is a group '
                 f"baseline and makes every advantage 0. Raise loop.group_size to at least 2, or set advantage to "
-                f'"running_mean" or "reinforce_plus_plus".'
+                f'"gae" with a critic, "running_mean" or "reinforce_plus_plus".'
             )
         is_alone = self.loop.group_size * self.loop.groups_per_step == 1
         if is_alone and self.advantage == "reinforce_plus_plus":
@@ -397,48 +325,40 @@ class RlConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _length_can_matter(self) -> Self:
-        if self.overlong is None:
-            return self
-        longest, first = (
-            self.rollout.max_context_tokens,
-            self.overlong.max_tokens - self.overlong.cache_tokens,
-        )
-        if first >= longest:
+    def _critic_is_there_and_used(self) -> Self:
+        if self.advantage == "gae" and self.critic is None:
             raise ValueError(
-                f"overlong punishes rollouts of more than max_tokens - cache_tokens = {first} tokens, which "
-                f"rollout.max_context_tokens={longest} never lets through; lower overlong.max_tokens, or leave "
-                f"overlong out"
+                'advantage="gae" needs the values of a critic, and the stage has none; add a [critic] section, '
+                "``critic = {}`` for its defaults, or choose an advantage that compares rewards alone"
             )
+        for name in ("critic", "gae"):
+            if self.advantage != "gae" and getattr(self, name) is not None:
+                raise ValueError(
+                    f'{name} has no effect with advantage="{self.advantage}"; leave it out, or set advantage="gae"'
+                )
+        if self.critic is not None:
+            self.critic.check_length(self.loop.num_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _length_can_matter(self) -> Self:
+        if self.overlong is not None:
+            self.overlong.check_reach(self.rollout)
         return self
 
 
-class DistillConfig(Settings):
+class DistillConfig(SamplingStageConfig):
     """On-policy cross-stage distillation; GLM-5 report, section 3.5, eq. 2."""
 
     kind: Literal["distill"] = "distill"
     """Which stage this is."""
-    tasks: dict[str, TaskShare] = Field(min_length=1)
-    """Families and their shares of the prompts."""
     teachers: dict[str, str]
     """For each family the earlier stage whose final checkpoint teaches it; ``initial`` is what the recipe
     starts from."""
-    loop: RolloutLoopConfig
-    """How rollouts are scheduled against training steps; group_size 1 samples each prompt once."""
-    rollout: RolloutConfig = RolloutConfig()
-    """How the student is sampled; teachers score at the same temperature."""
     loss: LossConfig = LossConfig()
     """The objective that carries the distillation advantage."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-4, weight_decay=0.0)
     """How weights are updated."""
-    micro_batch_tokens: int = Field(8192, ge=16)
-    """Tokens in one forward and backward [tokens]."""
-    activations: ActivationConfig = ActivationConfig()
-    """What is kept between forward and backward; memory and time, not results."""
-    trainer_process: bool = False
-    """Whether the trainer runs in a process of its own."""
-    checkpoint_every_steps: int = Field(20, ge=1)
-    """A crash costs at most this many recomputed steps [optimizer steps]."""
 
     @model_validator(mode="after")
     def _each_family_has_a_teacher(self) -> Self:
@@ -457,8 +377,7 @@ class DistillConfig(Settings):
 
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
-        _check_samples(self.rollout)
-        _check_warmup(self.optimizer, self.loop.num_steps)
+        check_warmup(self.optimizer, self.loop.num_steps)
         if self.loop.dynamic_sampling:
             raise ValueError(
                 "loop.dynamic_sampling=True would drop groups by their rewards, which distillation "
@@ -507,25 +426,13 @@ class EvalConfig(Settings):
         return self
 
 
-def takes_turns(stage: RlConfig | DistillConfig) -> bool:
-    """Say whether the engine rests while the trainer trains, so that each in turn may have all cores."""
-    return not stage.trainer_process and stage.loop.max_lag_steps == 0
-
-
-def _check_samples(rollout: RolloutConfig) -> None:
-    if rollout.temperature == 0:
-        raise ValueError(
-            "rollout.temperature=0 always takes the likeliest token: there is nothing to compare, and "
-            "the policy's distribution has no gradient. Use a temperature above 0; 1 is usual."
-        )
-
-
 StageConfig: TypeAlias = Annotated[
     PretrainConfig
     | MidtrainConfig
     | DsaConfig
     | SftConfig
     | MtpConfig
+    | ValuePretrainConfig
     | RlConfig
     | DistillConfig
     | EvalConfig,

@@ -78,7 +78,12 @@ def _with_hf_names(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 def save_weights(model: Decoder, path: Path | str) -> None:
     """Write all weights to one safetensors file, which appears whole or not at all."""
-    write_file(_outgoing(named_tensors(model)), Path(path))
+    save_tensors(named_tensors(model), path)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path | str) -> None:
+    """Write tensors to one safetensors file, which appears whole or not at all."""
+    write_file(_outgoing(tensors), Path(path))
 
 
 def load_weights(model: Decoder, path: Path | str) -> None:
@@ -88,7 +93,23 @@ def load_weights(model: Decoder, path: Path | str) -> None:
         CheckpointError: the file is missing or truncated, or its tensors are not those of the model.
     """
     with TensorFiles.of_file(Path(path)) as files:
-        _load(files, model, Quantisation(), ignored=())
+        _load(
+            files,
+            named_tensors(model),
+            Quantisation(),
+            ignored=_ignored(model),
+            num_experts=_num_experts(model),
+        )
+
+
+def load_tensors(expected: Mapping[str, Tensor], path: Path | str) -> None:
+    """Fill tensors from a file that :func:`save_tensors` wrote; none is filled if anything is wrong.
+
+    Raises:
+        CheckpointError: the file is missing or truncated, or holds other tensors.
+    """
+    with TensorFiles.of_file(Path(path)) as files:
+        _load(files, expected, Quantisation(), ignored=())
 
 
 def save_pretrained_dir(
@@ -161,7 +182,13 @@ def load_pretrained_dir(
             config = without_mtp(config)
         model = build_model(config, seed=0, dtype=dtype)
         # Some publishers repeat the main model's tables in the MTP layer, which shares them.
-        _load(files, model, quantisation, ignored=[behind + name for name in _MTP_COPIES])
+        _load(
+            files,
+            named_tensors(model),
+            quantisation,
+            ignored=[*_ignored(model), *(behind + name for name in _MTP_COPIES)],
+            num_experts=_num_experts(model),
+        )
     return model
 
 
@@ -217,14 +244,25 @@ def _int4_outgoing(model: Decoder, group_size: int) -> list[Outgoing]:
     return outgoing
 
 
+def _ignored(model: Decoder) -> list[str]:
+    """Return what a file may hold beside the model's tensors: some writers repeat the embedding under this name."""
+    return ["lm_head.weight"] if model.lm_head is None else []
+
+
+def _num_experts(model: Decoder) -> int:
+    number: int = getattr(model.config, "n_routed_experts", 0)
+    return number
+
+
 def _load(
-    files: TensorFiles, model: Decoder, quantisation: Quantisation, *, ignored: Sequence[str]
+    files: TensorFiles,
+    expected: Mapping[str, Tensor],
+    quantisation: Quantisation,
+    *,
+    ignored: Sequence[str],
+    num_experts: int = 0,
 ) -> None:
-    expected = named_tensors(model)
     found = {n: s for n, s in files.tensors.items() if not n.startswith(tuple(ignored))}
-    if model.lm_head is None:
-        found.pop("lm_head.weight", None)  # some writers repeat the embedding under this name
-    num_experts: int = getattr(model.config, "n_routed_experts", 0)
     forms = {name: form_of(name, found, quantisation, num_experts=num_experts) for name in expected}
     there = {name: form for name, form in forms.items() if form is not None}
     _refuse_missing(expected, there, files)

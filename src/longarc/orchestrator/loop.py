@@ -48,7 +48,7 @@ async def run_stage(
     """Run a stage to its last step, or continue it where its ledger says it stopped.
 
     Weights are handed to the engine at the start, and then every ``push_every_steps`` steps but after
-    the last.
+    the last, and where the steps left them as they were.
 
     Args:
         config: how rollouts are scheduled against steps.
@@ -189,7 +189,9 @@ class _Loop:
 
         sampler.trainer_version = report.policy_version
         is_last = batch.step + 1 == self._config.num_steps
-        self._was_pushed = (batch.step + 1) % self._config.push_every_steps == 0 and not is_last
+        is_new = report.policy_version != sampler.engine_version  # a critic alone may have learned
+        is_due = (batch.step + 1) % self._config.push_every_steps == 0
+        self._was_pushed = is_due and is_new and not is_last
         if self._was_pushed:
             await self._push()
         # Slots are released after the push, so that what takes them is sampled by the new weights.

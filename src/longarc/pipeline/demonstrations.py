@@ -3,14 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from longarc.config.recipe import Recipe
-from longarc.config.stages import (
-    DsaConfig,
-    MidtrainConfig,
-    MtpConfig,
-    PretrainConfig,
-    SftConfig,
-    TaskShare,
-)
+from longarc.config.rollout import TaskShare
+from longarc.config.stages import DsaConfig, MidtrainConfig, MtpConfig, PretrainConfig, SftConfig
 from longarc.data.sft import (
     ExpertShare,
     RecordedExpert,

@@ -7,5 +7,4 @@ from longarc.pipeline.workspace import Workspace
 
 async def run(workspace: Workspace, stage: str, config: DistillConfig) -> None:
     """Sample from the student; the teacher of each prompt's family scores every token."""
-    teachers = {family: str(workspace.final(config.teachers[family])) for family in config.tasks}
-    await reinforce(workspace, stage, config, teachers=teachers)
+    await reinforce(workspace, stage, config)

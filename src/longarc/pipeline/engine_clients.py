@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from longarc.config.engine_clients import SglangConfig, VllmConfig
-from longarc.config.stages import RolloutConfig
+from longarc.config.rollout import RolloutConfig
 from longarc.engine.launch import open_sglang, open_vllm
 from longarc.engine.served import ServedLimits
 from longarc.engine.verify import VerifiedEngine

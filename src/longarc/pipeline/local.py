@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from longarc.config.critic import ValuePretrainConfig
 from longarc.config.recipe import Recipe
 from longarc.config.recorded import read_recorded
+from longarc.config.rollout import SamplingStageConfig, takes_turns
 from longarc.config.stages import (
     DistillConfig,
     DsaConfig,
@@ -20,7 +22,6 @@ from longarc.config.stages import (
     SftConfig,
     StageConfig,
     SupervisedConfig,
-    takes_turns,
 )
 from longarc.errors import CheckpointError, ConfigError
 from longarc.pipeline import (
@@ -34,6 +35,7 @@ from longarc.pipeline import (
     pretrain,
     reasoning_rl,
     sft,
+    value_pretrain,
 )
 from longarc.pipeline.progress import ProgressLine
 from longarc.pipeline.signals import stopping_on_signals
@@ -129,7 +131,7 @@ async def run_recipe(workspace: Workspace) -> None:
 
 def _shares_gradients(config: StageConfig) -> bool:
     """Say whether the gradients of a step may have all cores."""
-    if isinstance(config, RlConfig | DistillConfig):
+    if isinstance(config, SamplingStageConfig):
         return takes_turns(config)
     return isinstance(config, SupervisedConfig)
 
@@ -147,6 +149,8 @@ async def run_stage(workspace: Workspace, name: str, config: StageConfig) -> Non
             await sft.run(workspace, name, config)
         case MtpConfig():
             await mtp.run(workspace, name, config)
+        case ValuePretrainConfig():
+            await value_pretrain.run(workspace, name, config)
         case RlConfig():
             await _RL_STAGES[config.kind](workspace, name, config)
         case DistillConfig():

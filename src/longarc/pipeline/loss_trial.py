@@ -1,7 +1,7 @@
 """Tries the loss of a stage before the first one starts: on two segments of two tokens, sampled by the policy itself.
 
-What a loss refuses for good (bounds that exclude the ratio 1, one advantage for each segment where a teacher gives one
-for each token, a result that is no ``TokenLoss``) is then said at once and not after hours of training.
+What a loss refuses for good (bounds that exclude the ratio 1, one advantage for each segment where a teacher or a
+critic gives one for each token, a result that is no ``TokenLoss``) is then said at once and not after hours of training.
 """
 
 import inspect
@@ -36,7 +36,9 @@ def check_loss(name: str, stage: RlConfig | DistillConfig) -> PolicyLoss:
             raise ConfigError(
                 f"{what} does not take settings {config.settings}: {error}. Its signature is {signature}"
             ) from error
-    inputs = trial_inputs(has_teacher=isinstance(stage, DistillConfig))
+    inputs = trial_inputs(
+        differs_by_token=isinstance(stage, DistillConfig) or stage.advantage == "gae"
+    )
     said = f"{what} with settings {config.settings} fails on two segments of two on-policy tokens"
     try:
         with boundary(ConfigError, said):
@@ -50,11 +52,11 @@ def check_loss(name: str, stage: RlConfig | DistillConfig) -> PolicyLoss:
     return loss
 
 
-def trial_inputs(*, has_teacher: bool) -> LossInputs:
-    """Return what a stage would give its loss: advantages that differ in a segment only where a teacher gives them."""
+def trial_inputs(*, differs_by_token: bool) -> LossInputs:
+    """Return what a stage would give its loss: advantages that differ in a segment only where a teacher or a critic gives them."""
     policy = torch.tensor([-0.5, -1.0, -2.0, -0.25], requires_grad=True)
     constant = policy.detach()
-    advantages = [0.5, -0.25, -1.0, 0.75] if has_teacher else [0.5, 0.5, -0.5, -0.5]
+    advantages = [0.5, -0.25, -1.0, 0.75] if differs_by_token else [0.5, 0.5, -0.5, -0.5]
     return LossInputs(
         policy_logprobs=policy,
         proximal_logprobs=constant,

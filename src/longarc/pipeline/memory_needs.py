@@ -9,19 +9,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from longarc.config.critic import CriticConfig, ValuePretrainConfig
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import servers_of
 from longarc.config.model import GlmMoeDsaConfig
 from longarc.config.recipe import Recipe
-from longarc.config.stages import (
-    DistillConfig,
-    EvalConfig,
-    MtpConfig,
-    RlConfig,
-    StageConfig,
-    TextStageConfig,
-    takes_turns,
-)
+from longarc.config.rollout import SamplingStageConfig, takes_turns
+from longarc.config.stages import EvalConfig, MtpConfig, RlConfig, StageConfig, TextStageConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig, chosen_layers
 from longarc.errors import ResourceError
 from longarc.models.decoder_base import Decoder
@@ -29,6 +23,7 @@ from longarc.models.kernels.native import native
 from longarc.models.room import available_bytes
 from longarc.models.routed_rows import RoutingShape
 from longarc.runs.disk import size_text
+from longarc.trainer.freeze import is_feed_forward
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +86,7 @@ def needs_of(stage: StageConfig, recipe: Recipe, model: Decoder) -> Iterator[Nee
         model: which is trained; without memory.
     """
     weights = sum(weight.nbytes for weight in model.state_dict().values())
-    samples = isinstance(stage, RlConfig | DistillConfig | EvalConfig)
+    samples = isinstance(stage, SamplingStageConfig | EvalConfig)
     if not isinstance(stage, EvalConfig):
         yield Need(what="weights", num_bytes=weights, fix="train with fewer layers")
     if not isinstance(stage, EvalConfig | MtpConfig):  # which trains one layer alone
@@ -106,22 +101,28 @@ def _of_training(
     stage: StageConfig, recipe: Recipe, model: Decoder, weights: int
 ) -> Iterator[Need]:
     assert not isinstance(stage, EvalConfig)
-    is_alone = not isinstance(stage, RlConfig | DistillConfig) or takes_turns(stage)
+    is_alone = not isinstance(stage, SamplingStageConfig) or takes_turns(stage)
     ranks = recipe.threads if is_alone else 1
-    yield Need(
-        what="gradients" if ranks == 1 else f"gradients of threads={ranks} processes",
-        num_bytes=ranks * weights,
-        fix="lower threads" if ranks > 1 else "train with fewer layers",
-    )
-    yield Need(
-        what="the optimizer's moments",
-        num_bytes=_moments(stage.optimizer) * weights,
-        fix="set optimizer.use_muon" if not stage.optimizer.use_muon else "train with fewer layers",
-    )
+    if not isinstance(stage, ValuePretrainConfig):
+        yield Need(
+            what="gradients" if ranks == 1 else f"gradients of threads={ranks} processes",
+            num_bytes=ranks * weights,
+            fix="lower threads" if ranks > 1 else "train with fewer layers",
+        )
+        yield Need(
+            what="the optimizer's moments",
+            num_bytes=_moments(stage.optimizer) * weights,
+            fix="set optimizer.use_muon"
+            if not stage.optimizer.use_muon
+            else "train with fewer layers",
+        )
+    critic = stage.critic if isinstance(stage, RlConfig | ValuePretrainConfig) else None
+    if critic is not None:
+        yield from _of_critic(critic, model, ranks)
     tokens, is_certain = stage.micro_batch_tokens, False
     if isinstance(stage, TextStageConfig):  # whose batches are full
         tokens, is_certain = min(tokens, stage.tokens_per_step // ranks), True
-    elif isinstance(stage, RlConfig | DistillConfig):
+    elif isinstance(stage, SamplingStageConfig):
         rollouts = stage.loop.groups_per_step * stage.loop.group_size
         tokens = min(tokens, rollouts * stage.rollout.max_context_tokens // ranks)
     yield Need(
@@ -129,6 +130,23 @@ def _of_training(
         num_bytes=ranks * tokens * activation_bytes_per_token(model, stage.activations),
         fix="lower micro_batch_tokens, or set activations.recomputed_layers",
         is_certain=is_certain,
+    )
+
+
+def _of_critic(critic: CriticConfig, model: Decoder, ranks: int) -> Iterator[Need]:
+    """Yield what a copy of the policy without its output projection takes, and the part of it that is trained."""
+    sizes = {name: weight.nbytes for name, weight in model.model.named_parameters()}
+    trained = sum(
+        size for name, size in sizes.items() if critic.trains == "all" or is_feed_forward(name)
+    )
+    fix = 'set critic.trains = "feed_forward"' if critic.trains == "all" else "lower threads"
+    yield Need(
+        what="the critic's weights", num_bytes=sum(sizes.values()), fix="compare within groups"
+    )
+    yield Need(
+        what="the critic's gradients and moments",
+        num_bytes=(ranks + _moments(critic.optimizer)) * trained,
+        fix=fix,
     )
 
 
@@ -179,7 +197,7 @@ def cache_bytes_per_token(model: Decoder, engine: EngineConfig) -> int:
 
 def routing_bytes_per_token(model: Decoder, stage: StageConfig) -> int:
     """Return what the engine keeps beside a token's rows so that the trainer can replay its routing [bytes]."""
-    if not isinstance(stage, RlConfig | DistillConfig):
+    if not isinstance(stage, SamplingStageConfig):
         return 0
     shape = RoutingShape.of(model.config, stage.rollout.routing_replay, attention="sparse")
     return 0 if shape is None else shape.row_bytes

@@ -12,10 +12,13 @@ from torch import Tensor
 from longarc.algos.advantages import group_advantages, rloo_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.config.load_object import load_object
-from longarc.config.stages import Advantage, LossConfig, OverlongConfig
+from longarc.config.rollout import OverlongConfig
+from longarc.config.stages import Advantage, LossConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
+from longarc.errors import ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
+from longarc.pipeline.critic_factory import CriticSpec, critic_of, critic_settings
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.records.sampling import RoutingReplay
 from longarc.trainer.baselines import RunningBaselines
@@ -51,6 +54,8 @@ class PolicyTrainerSpec:
     """What of the engine's routing is replayed."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
+    critic: CriticSpec | None = None
+    """Of the advantage ``gae``; None for every other."""
 
 
 def build_policy_trainer(
@@ -81,11 +86,22 @@ def build_policy_trainer(
             routing_replay=spec.routing_replay,
             normalises_batch=spec.advantage in _NORMALISED,
             overlong=spec.overlong,
+            critic=None
+            if spec.critic is None
+            else critic_settings(
+                spec.critic,
+                num_steps=spec.num_steps,
+                micro_batch_tokens=spec.micro_batch_tokens,
+                attention=loaded.attention,
+                activations=spec.activations,
+            ),
         ),
         loss=loss,
         publish_directory=spec.publish_directory,
         teachers=_teachers(spec.teachers) if spec.teachers else None,
-        advantage_fn=baseline(spec),
+        advantage_fn=baseline(spec)
+        if spec.critic is None
+        else critic_of(spec.critic, input_checkpoint=Path(spec.input_checkpoint)),
         policy_version=loaded.manifest.policy_version,
         gradients=gradients or in_this_process,
         num_update_threads=spec.num_threads,
@@ -111,6 +127,8 @@ def baseline(spec: PolicyTrainerSpec) -> AdvantageFn | RunningBaselines:
             return RunningBaselines(spec.running_mean_window)
         case "reinforce_plus_plus":
             return _rewards_themselves
+        case "gae":
+            raise ContractError('the advantage "gae" compares with a critic, not within groups')
 
 
 def _rewards_themselves(rewards: Sequence[float] | Tensor) -> Tensor:

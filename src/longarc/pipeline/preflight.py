@@ -14,13 +14,8 @@ from longarc.config.drafts import check_can_draft
 from longarc.config.engine_clients import servers_of
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import InitialCheckpoint, Recipe
-from longarc.config.stages import (
-    DistillConfig,
-    EvalConfig,
-    RlConfig,
-    SftConfig,
-    takes_turns,
-)
+from longarc.config.rollout import SamplingStageConfig, takes_turns
+from longarc.config.stages import DistillConfig, EvalConfig, RlConfig, SftConfig
 from longarc.config.transformers_model import TransformersConfig
 from longarc.data.sft import Expert
 from longarc.errors import ConfigError, ResourceError, boundary
@@ -56,7 +51,7 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
     if is_new:
         _check_start(recipe)
     for name, stage in recipe.stages.items():
-        if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
+        if isinstance(stage, SftConfig | SamplingStageConfig | EvalConfig):
             for family_name, share in stage.tasks.items():
                 if isinstance(stage, SftConfig):
                     expert(name, family_name, family_object(recipe, family_name, share))
@@ -90,7 +85,7 @@ def _check_cores(recipe: Recipe) -> None:
     cores = len(os.sched_getaffinity(0))
     wanted = {"threads": recipe.threads}
     if any(
-        isinstance(stage, RlConfig | DistillConfig) and stage.trainer_process
+        isinstance(stage, SamplingStageConfig) and stage.trainer_process
         for stage in recipe.stages.values()
     ):
         beside = 0 if servers_of(recipe.engine) else recipe.engine.num_threads

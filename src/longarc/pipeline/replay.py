@@ -5,10 +5,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from longarc.config.recipe import INITIAL, Recipe
-from longarc.config.stages import DistillConfig, RlConfig, takes_turns
+from longarc.config.rollout import takes_turns
 from longarc.errors import CheckpointError, ConfigError
-from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
-from longarc.pipeline.rl import trainer_spec
+from longarc.pipeline.trainer_factory import SamplingStage, TrainerSpec, build_trainer, trainer_spec
 from longarc.records.batch import StepReport
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.directory import RunDirectory
@@ -42,20 +41,18 @@ def replay_step(recipe: Recipe, run_dir: Path, where: str) -> tuple[StepReport, 
                 f"stage {stage!r} of {run_dir} has {num_steps} recorded steps, 0 to {num_steps - 1}; {step} is not one"
             )
         config = recipe.stages[stage]
-        assert isinstance(config, RlConfig | DistillConfig)
+        assert isinstance(config, SamplingStage)
         start, spec = _start(recipe, config, run, stage, step, scratch)
         with contextlib.closing(GradientPool(recipe.threads)) as pool:
             # As many processes as in the run: their sums are added in that order.
-            trainer = build_policy_trainer(
-                spec, gradients=pool.open if takes_turns(config) else None
-            )
+            trainer = build_trainer(spec, gradients=pool.open if takes_turns(config) else None)
             for earlier in range(start, step):
                 trainer.take_step(ledger.batch(stage, earlier))
             return ledger.report(stage, step), trainer.take_step(ledger.batch(stage, step))
 
 
 def _parse(recipe: Recipe, where: str) -> tuple[str, int]:
-    rl_stages = [n for n, c in recipe.stages.items() if isinstance(c, RlConfig | DistillConfig)]
+    rl_stages = [n for n, c in recipe.stages.items() if isinstance(c, SamplingStage)]
     stage, separator, number = where.rpartition(":")
     if not separator and len(rl_stages) == 1:
         stage = rl_stages[0]
@@ -69,12 +66,12 @@ def _parse(recipe: Recipe, where: str) -> tuple[str, int]:
 
 def _start(
     recipe: Recipe,
-    config: RlConfig | DistillConfig,
+    config: SamplingStage,
     run: RunDirectory,
     stage: str,
     step: int,
     scratch: str,
-) -> tuple[int, PolicyTrainerSpec]:
+) -> tuple[int, TrainerSpec]:
     names = list(recipe.stages)
     earlier = [n for n in names[: names.index(stage)] if recipe.stages[n].kind != "eval"]
     before = earlier[-1] if earlier else INITIAL
@@ -85,21 +82,21 @@ def _start(
             f"where it was made"
         )
     usable = [c for c in run.stage(stage).checkpoints() if read_manifest(c).step <= step]
-    teachers: dict[str, str] = {}
-    if isinstance(config, DistillConfig):
-        for family in config.tasks:
-            teacher = run.stage(config.teachers[family]).final()
-            if teacher is None:
-                raise CheckpointError(
-                    f"teacher {config.teachers[family]!r} has no final checkpoint; copy the run again from where it was made"
-                )
-            teachers[family] = str(teacher)
+
+    def final(named: str) -> Path:
+        checkpoint = run.stage(named).final()
+        if checkpoint is None:
+            raise CheckpointError(
+                f"stage {named!r} has no final checkpoint; copy the run again from where it was made"
+            )
+        return checkpoint
+
     spec = trainer_spec(
         recipe,
         config,
         input_checkpoint=first,
         resume_checkpoint=usable[-1] if usable else None,
         publish_directory=Path(scratch),
-        teachers=teachers,
+        final=final,
     )
     return (read_manifest(usable[-1]).step if usable else 0), spec

@@ -1,4 +1,4 @@
-"""What reasoning_rl, agentic_rl, general_rl and distill share: the asynchronous loop with real workers.
+"""What value_pretrain, reasoning_rl, agentic_rl, general_rl and distill share: the asynchronous loop with real workers.
 
 ::
 
@@ -11,16 +11,14 @@ and must arrive at the recorded weights bit for bit before anything new is sampl
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import servers_of
-from longarc.config.recipe import Recipe
-from longarc.config.stages import DistillConfig, RlConfig, RolloutConfig, takes_turns
+from longarc.config.rollout import RolloutConfig, takes_turns
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.errors import ContractError
 from longarc.gateway.core import Gateway
@@ -30,7 +28,7 @@ from longarc.orchestrator.mixture import FamilyShare
 from longarc.orchestrator.stage import StageSpec, Workers
 from longarc.pipeline.engine_clients import engine_client
 from longarc.pipeline.engines import embedded_engine, engine_servers
-from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
+from longarc.pipeline.trainer_factory import SamplingStage, TrainerSpec, build_trainer, trainer_spec
 from longarc.pipeline.workspace import Interrupted, Loaded, Workspace
 from longarc.records.batch import StepReport
 from longarc.records.ports import Engine, Trainer
@@ -43,17 +41,14 @@ from longarc.trainer.process import ProcessTrainer
 async def reinforce(
     workspace: Workspace,
     stage: str,
-    config: RlConfig | DistillConfig,
-    *,
-    teachers: dict[str, str] | None = None,
+    config: SamplingStage,
 ) -> None:
-    """Run one RL or distillation stage to its end, or continue it.
+    """Run a stage of RL, distillation or value pre-training to its end, or continue it.
 
     Args:
         workspace: the run.
         stage: name of the stage.
         config: its settings.
-        teachers: checkpoint of each family's teacher; None trains on rewards.
 
     Raises:
         Interrupted: the user asked to stop; the stage is saved.
@@ -69,12 +64,11 @@ async def reinforce(
         input_checkpoint=loaded.path,
         resume_checkpoint=resumed,
         publish_directory=publish_directory,
-        teachers=teachers or {},
+        final=workspace.final,
     )
-    first_version = loaded.manifest.policy_version
     async with _trainer(workspace, spec, config) as trainer:
         version = await _catch_up(workspace, stage, trainer, resumed)
-        saver = _Saver(workspace, stage, config, trainer, loaded, first_version)
+        saver = _Saver(workspace, stage, config, trainer, loaded)
         recipe = workspace.recipe
         async with serving(
             workspace,
@@ -110,7 +104,7 @@ async def reinforce(
                 on_step=saver,
                 stop=workspace.stop,
             )
-        final = await saver.save(result.policy_version)
+        final = await saver.save(result.num_steps, result.policy_version)
     if not result.is_complete:
         raise Interrupted
     directory.set_final(final)
@@ -207,55 +201,17 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
 
 @contextlib.asynccontextmanager
 async def _trainer(
-    workspace: Workspace, spec: PolicyTrainerSpec, config: RlConfig | DistillConfig
+    workspace: Workspace, spec: TrainerSpec, config: SamplingStage
 ) -> AsyncIterator[Trainer]:
     if not config.trainer_process:
         gradients = workspace.gradients.open if takes_turns(config) else None
-        yield build_policy_trainer(spec, gradients=gradients)
+        yield build_trainer(spec, gradients=gradients)
         return
-    process = await ProcessTrainer.start(
-        partial(build_policy_trainer, spec), num_threads=spec.num_threads
-    )
+    process = await ProcessTrainer.start(partial(build_trainer, spec), num_threads=spec.num_threads)
     try:
         yield process
     finally:
         await process.close()
-
-
-def trainer_spec(
-    recipe: Recipe,
-    config: RlConfig | DistillConfig,
-    *,
-    input_checkpoint: Path,
-    resume_checkpoint: Path | None,
-    publish_directory: Path,
-    teachers: Mapping[str, str],
-) -> PolicyTrainerSpec:
-    """Return what the trainer of a stage is made of."""
-    spec = PolicyTrainerSpec(
-        input_checkpoint=str(input_checkpoint),
-        resume_checkpoint=None if resume_checkpoint is None else str(resume_checkpoint),
-        publish_directory=str(publish_directory),
-        optimizer=config.optimizer,
-        loss=config.loss,
-        num_steps=config.loop.num_steps,
-        micro_batch_tokens=config.micro_batch_tokens,
-        activations=config.activations,
-        temperature=config.rollout.temperature,
-        router_bias_rate=0.0,
-        routing_replay=config.rollout.routing_replay,
-        num_threads=recipe.threads if takes_turns(config) else recipe.trainer_threads,
-        teachers=teachers,
-    )
-    if isinstance(config, RlConfig):
-        spec = replace(
-            spec,
-            advantage=config.advantage,
-            running_mean_window=config.running_mean_window or spec.running_mean_window,
-            overlong=config.overlong,
-            router_bias_rate=config.router_bias_rate,
-        )
-    return spec
 
 
 async def _catch_up(
@@ -288,27 +244,24 @@ class _Saver:
         self,
         workspace: Workspace,
         stage: str,
-        config: RlConfig | DistillConfig,
+        config: SamplingStage,
         trainer: Trainer,
         loaded: Loaded,
-        first_version: int,
     ) -> None:
         self._workspace = workspace
         self._stage = stage
         self._every = config.checkpoint_every_steps
         self._trainer = trainer
         self._loaded = loaded
-        self._first_version = first_version
         self._directory = workspace.run.stage(stage)
         self._writer = self._directory.writer(keep_last=2)
 
     async def __call__(self, report: StepReport) -> None:
-        if (report.policy_version - self._first_version) % self._every == 0:
-            await self.save(report.policy_version)
+        if (report.step + 1) % self._every == 0:
+            await self.save(report.step + 1, report.policy_version)
 
-    async def save(self, policy_version: int) -> Path:
-        """Write a checkpoint of the trainer as it is, unless there is one."""
-        step = policy_version - self._first_version
+    async def save(self, step: int, policy_version: int) -> Path:
+        """Write a checkpoint of the trainer as it is after so many steps, unless there is one."""
         path = self._writer.path(step)
         if path in list_checkpoints(self._directory.checkpoints_path):
             return path

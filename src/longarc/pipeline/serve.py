@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from longarc.config.stages import RolloutConfig
+from longarc.config.rollout import RolloutConfig
 from longarc.errors import ConfigError, boundary
 from longarc.gateway.access import ServeAccess
 from longarc.gateway.core import Gateway

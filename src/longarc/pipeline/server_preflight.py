@@ -8,7 +8,8 @@ from collections.abc import Collection
 from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.engine_clients import servers_of
 from longarc.config.recipe import Recipe
-from longarc.config.stages import DistillConfig, EvalConfig, RlConfig
+from longarc.config.rollout import SamplingStageConfig
+from longarc.config.stages import EvalConfig
 from longarc.engine.http_json import HttpJson
 from longarc.engine.remote import RemoteEngine
 from longarc.errors import ConfigError, EngineError, EngineLostError
@@ -24,10 +25,10 @@ def servers_to_ask(recipe: Recipe, *, finished: Collection[str] = ()) -> tuple[s
     engine = recipe.engine
     if isinstance(engine, EngineConfig):
         addresses: tuple[str, ...] = servers_of(engine)
-        sampling: tuple[type, ...] = (RlConfig, DistillConfig)
+        sampling: tuple[type, ...] = (SamplingStageConfig,)
     else:
         addresses = tuple(url for url in (engine.prefill_url, engine.url) if url is not None)
-        sampling = (RlConfig, DistillConfig, EvalConfig)
+        sampling = (SamplingStageConfig, EvalConfig)
     to_come = (stage for name, stage in recipe.stages.items() if name not in finished)
     return addresses if any(isinstance(stage, sampling) for stage in to_come) else ()
 

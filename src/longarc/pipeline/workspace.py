@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import INITIAL, Recipe
+from longarc.config.rollout import TaskShare
 from longarc.config.settings import problems_of
-from longarc.config.stages import TaskShare
 from longarc.config.transformers_model import model_key
 from longarc.errors import CheckpointError, ConfigError, boundary
 from longarc.models.build import build_model

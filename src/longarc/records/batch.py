@@ -30,6 +30,8 @@ class TokenReport:
     policy_logprobs: tuple[float, ...]
     """log pi [nats] at the start of the step; 0.0 where not trained."""
     advantages: tuple[float, ...]
+    values: tuple[float, ...] = ()
+    """V [reward units] of the critic at the start of the step; 0.0 where not trained, empty without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

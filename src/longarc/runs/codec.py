@@ -329,7 +329,13 @@ def encode_report(report: StepReport) -> bytes:
                     "num_trained_tokens": report.num_trained_tokens,
                     "metrics": [[m.name, m.total, m.weight, m.reduce] for m in report.metrics],
                     "token_reports": [
-                        [t.trajectory_id, t.segment_order, t.policy_logprobs, t.advantages]
+                        [
+                            t.trajectory_id,
+                            t.segment_order,
+                            t.policy_logprobs,
+                            t.advantages,
+                            t.values,
+                        ]
                         for t in report.token_reports
                     ],
                     "histograms": report.histograms,
@@ -349,8 +355,10 @@ def decode_report(payload: bytes) -> StepReport:
                 segment_order=order,
                 policy_logprobs=tuple(logprobs),
                 advantages=tuple(advantages),
+                # Reports of runs from before there were critics end here.
+                values=tuple(more[0]) if more else (),
             )
-            for trajectory_id, order, logprobs, advantages in data.pop("token_reports")
+            for trajectory_id, order, logprobs, advantages, *more in data.pop("token_reports")
         )
         histograms = {name: tuple(values) for name, values in data.pop("histograms").items()}
         return StepReport(metrics=metrics, token_reports=tokens, histograms=histograms, **data)

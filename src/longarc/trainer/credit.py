@@ -2,29 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from longarc.algos.protocols import AdvantageFn
 from longarc.algos.reductions import Reduction, token_weights
 from longarc.algos.reinforce_plus_plus import batch_normalised
 from longarc.algos.shaping import overlong_penalty
-from longarc.config.stages import OverlongConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.errors import ContractError
 from longarc.records.batch import Batch
 from longarc.records.segment import Segment
 from longarc.records.trajectory import Group, Trajectory
 from longarc.trainer.baselines import RunningBaselines
 
+Column: TypeAlias = npt.NDArray[np.float64]
+"""One number per token of a segment."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainItem:
     """One segment with everything the loss needs beside its tokens."""
 
     trajectory: Trajectory
     segment: Segment
-    advantage: float
-    """Of every trained token of the segment; 0 where a teacher gives one per token instead."""
+    advantages: Column
+    """Of every token of the segment, read where it is trained; 0 where a teacher or a critic gives them instead."""
     token_weight: float
     """Of every trained token, in sum and normaliser; see :func:`longarc.algos.reductions.token_weights`."""
 
@@ -45,7 +51,7 @@ def train_items(
     Args:
         batch: what the step consumes; all of it, whatever processes will share its gradients.
         reduction: decides the token weights.
-        advantage_fn: from the rewards of a whole group to advantages; None where a teacher gives them.
+        advantage_fn: from the rewards of a whole group to advantages; None where a teacher or a critic gives them.
         normalises_batch: whether the advantages are then normalised over all trained tokens of the batch.
         overlong: what long trajectories lose of their reward; None for nothing.
 
@@ -71,7 +77,7 @@ def train_items(
                 TrainItem(
                     trajectory=trajectory,
                     segment=segment,
-                    advantage=advantage,
+                    advantages=np.full(len(segment.token_ids), advantage),
                     token_weight=weight,
                 )
                 for segment, weight in zip(trajectory.segments, its_weights, strict=True)
@@ -92,6 +98,17 @@ def length_penalty(trajectory: Trajectory, overlong: OverlongConfig) -> float:
         max_tokens=overlong.max_tokens,
         cache_tokens=overlong.cache_tokens,
     )
+
+
+def length_penalties(batch: Batch, overlong: OverlongConfig | None) -> dict[str, float]:
+    """Return what each distinct trajectory loses of its reward, by its id; empty where nothing is taken off."""
+    if overlong is None:
+        return {}
+    return {
+        trajectory.id: length_penalty(trajectory, overlong)
+        for group in batch.groups
+        for trajectory in group.trajectories
+    }
 
 
 def _normalised(groups: Sequence[Group], advantages: Sequence[list[float]]) -> list[list[float]]:

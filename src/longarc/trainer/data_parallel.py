@@ -17,8 +17,9 @@
 import contextlib
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Generic, TypeAlias
@@ -26,13 +27,13 @@ from typing import Any, Generic, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from longarc.config.model import ModelConfig
 from longarc.errors import ConfigError, ContractError, LongArcError, ResourceError, boundary
 from longarc.models.build import build_model
+from longarc.models.critic import Critic, build_critic
 from longarc.models.decoder_base import Decoder
 from longarc.trainer import shared_memory
 from longarc.trainer.child import SPAWN, ctrl_c_held, death_of, enter_child, with_origin
-from longarc.trainer.gradients import Gradients, Objective, S
+from longarc.trainer.gradients import Gradients, M, Objective, S
 from longarc.trainer.packing import D, split_documents
 
 KEYS_PER_ROW = {"dense": 260.0, "sparse": 5000.0}
@@ -50,14 +51,22 @@ class GradientPool:
         """
         self._num_workers = num_processes - 1
         self._workers: list[_Worker] = []
+        self._num_opened = 0
 
     def start(self) -> None:
         """Start the workers unless they run; they load their libraries while this process goes on."""
         while len(self._workers) < self._num_workers:
             self._workers.append(_Worker(rank=len(self._workers) + 1))
 
-    def open(self, model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
+    def open(
+        self, model: M, objective: Objective[M, D, S], *, beside: bool = False
+    ) -> Gradients[D, S]:
         """Move the model's tensors to shared memory and let every worker build the same model on it.
+
+        Args:
+            model: whose weights the workers then read.
+            objective: what is learned.
+            beside: keep what was opened before; without, the workers forget it and its memory goes.
 
         Raises:
             ResourceError: a worker died, or there is no memory.
@@ -65,7 +74,10 @@ class GradientPool:
         """
         objective.select_parameters(model)
         self.start()
-        return _ParallelGradients(model, objective, self._workers)
+        self._num_opened += 1
+        return _ParallelGradients(
+            model, objective, self._workers, number=self._num_opened, beside=beside
+        )
 
     def close(self) -> None:
         """End the workers; :meth:`start` can start others."""
@@ -74,18 +86,25 @@ class GradientPool:
         self._workers = []
 
 
-class _ParallelGradients(Generic[D, S]):
+class _ParallelGradients(Generic[M, D, S]):
     """Adds the gradients of all shards to the ``.grad`` of one model."""
 
     def __init__(
-        self, model: Decoder, objective: Objective[D, S], workers: Sequence["_Worker"]
+        self,
+        model: M,
+        objective: Objective[M, D, S],
+        workers: Sequence["_Worker"],
+        *,
+        number: int,
+        beside: bool,
     ) -> None:
         self._model = model
         self._objective = objective
         self._workers = workers
+        self._number = number
         self._trained = _trained(model)
-        task = _Task(model=model.config, dtype=model.output_weight.dtype, objective=objective)
-        opening = _Opening(task=task.pickled() if workers else b"")
+        task = _Task(build=_same_model(model), objective=objective)
+        opening = _Opening(number=number, beside=beside, task=task.pickled() if workers else b"")
         with boundary(ResourceError, "cannot get shared memory for the gradient processes"):
             descriptor = shared_memory.new_file(_memory_bytes(model, num_workers=len(workers)))
         try:
@@ -106,7 +125,7 @@ class _ParallelGradients(Generic[D, S]):
             keys_per_row=KEYS_PER_ROW[self._objective.attention],
         )
         for worker, shard in zip(self._workers, others, strict=True):
-            worker.ask(_Shard(documents=shard, step=step))
+            worker.ask(_Shard(number=self._number, documents=shard, step=step))
         try:
             sums = self._objective.add_gradients(self._model, own, step)
         finally:  # an answer that nobody reads would be taken for that of the next step
@@ -130,9 +149,9 @@ class _ParallelGradients(Generic[D, S]):
 class _Task:
     """What a worker computes gradients of."""
 
-    model: ModelConfig
-    dtype: torch.dtype
-    objective: Objective[Any, Any]
+    build: Callable[[], nn.Module]
+    """Makes the same model, with any weights."""
+    objective: Objective[Any, Any, Any]
 
     def pickled(self) -> bytes:
         """Pickle once for all workers, and before any of them is asked.
@@ -158,6 +177,10 @@ _HINT = "a loss has to stand in a module under its own name, or else set threads
 class _Opening:
     """Asks a worker to build a model on the memory whose file descriptor follows."""
 
+    number: int
+    """What later requests call it."""
+    beside: bool
+    """Whether the worker keeps the models it has."""
     task: bytes
     """Pickled apart: a worker that cannot load it still takes the descriptor, and answers."""
 
@@ -166,6 +189,8 @@ class _Opening:
 class _Shard:
     """Asks a worker for the gradients of its documents."""
 
+    number: int
+    """Of the opening."""
     documents: Sequence[Any]
     step: int
 
@@ -236,6 +261,13 @@ def _raise_first(answers: Sequence[_Answer]) -> list[_Computed]:
     return computed
 
 
+def _same_model(model: Decoder | Critic) -> Callable[[], nn.Module]:
+    """Return what builds a model of these shapes in another process."""
+    if isinstance(model, Critic):
+        return partial(build_critic, model.config, dtype=model.dtype)
+    return partial(build_model, model.config, seed=0, dtype=model.output_weight.dtype)
+
+
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -271,7 +303,7 @@ def _gradient_places(model: nn.Module, memory: Tensor, *, rank: int) -> list[Ten
 def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
     """Run in the worker: answer requests until the parent is gone."""
     enter_child(parent_pid, num_threads=1)
-    replica: _Replica | None = None
+    replicas: dict[int, _Replica] = {}
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             request: _Opening | _Shard = connection.recv()
@@ -279,13 +311,19 @@ def _serve(connection: Connection, rank: int, parent_pid: int) -> None:
             try:
                 with boundary(ContractError, f"gradient process {rank} failed"):
                     if isinstance(request, _Opening):
-                        replica = None  # its memory goes before there is more
+                        if not request.beside:
+                            replicas.clear()  # their memory goes before there is more
                         descriptor = recv_handle(connection)
-                        replica = _Replica(request.task, descriptor, rank=rank)
+                        replicas[request.number] = _Replica(request.task, descriptor, rank=rank)
                         del request  # a copy of all teachers
                         answer = _Computed(sums=None, has_gradient=())
                     else:
-                        assert replica is not None
+                        replica = replicas.get(request.number)
+                        if replica is None:
+                            raise ContractError(
+                                f"model {request.number} was forgotten when another one was opened; open "
+                                f"models that are trained together beside each other"
+                            )
                         answer = replica.compute(request)
             except LongArcError as error:
                 answer = with_origin(error, f"gradient process {rank}")
@@ -302,7 +340,7 @@ class _Replica:
         finally:
             os.close(descriptor)
         self._objective = task.objective
-        self._model = build_model(task.model, seed=0, dtype=task.dtype)
+        self._model = task.build()
         self._objective.select_parameters(self._model)
         _move_weights(self._model, memory, is_source=False)
         self._trained = _trained(self._model)

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from longarc.models.critic import Critic
 from longarc.models.decoder_base import Decoder
 from longarc.trainer.packing import D, Document
 
@@ -23,12 +24,14 @@ class Sums(Protocol):
         ...
 
 
+M = TypeVar("M", bound=Decoder | Critic)
+M_contra = TypeVar("M_contra", bound=Decoder | Critic, contravariant=True)
 D_contra = TypeVar("D_contra", bound=Document, contravariant=True)
 S = TypeVar("S", bound=Sums)
 S_co = TypeVar("S_co", bound=Sums, covariant=True)
 
 
-class Objective(Protocol[D_contra, S_co]):
+class Objective(Protocol[M_contra, D_contra, S_co]):
     """What is learned from documents of one kind; picklable, so that other processes learn the same."""
 
     @property
@@ -41,11 +44,11 @@ class Objective(Protocol[D_contra, S_co]):
         """Which keys are attended to."""
         ...
 
-    def select_parameters(self, model: Decoder) -> None:
+    def select_parameters(self, model: M_contra) -> None:
         """Let exactly the parameters that are trained require a gradient."""
         ...
 
-    def add_gradients(self, model: Decoder, documents: Sequence[D_contra], step: int) -> S_co:
+    def add_gradients(self, model: M_contra, documents: Sequence[D_contra], step: int) -> S_co:
         """Add the gradients of documents, which are of sums and not of means, to ``.grad``.
 
         Args:
@@ -66,8 +69,16 @@ Gradients: TypeAlias = Callable[[Sequence[D], int], S]
 class GradientSource(Protocol):
     """Where gradients are computed: prepares for a model, which is then updated in place."""
 
-    def __call__(self, model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
-        """Return what computes the gradients of ``objective`` for this model."""
+    def __call__(
+        self, model: M, objective: Objective[M, D, S], *, beside: bool = False
+    ) -> Gradients[D, S]:
+        """Return what computes the gradients of ``objective`` for this model.
+
+        Args:
+            model: is updated in place by the caller.
+            objective: what is learned.
+            beside: whether what was returned before stays in use, as a policy's does beside its critic's.
+        """
         ...
 
 
@@ -80,7 +91,9 @@ def sum_counts(
     return counts + others
 
 
-def in_this_process(model: Decoder, objective: Objective[D, S]) -> Gradients[D, S]:
+def in_this_process(
+    model: M, objective: Objective[M, D, S], *, beside: bool = False
+) -> Gradients[D, S]:
     """Compute all gradients here; the simplest :class:`GradientSource`."""
     objective.select_parameters(model)
     return partial(objective.add_gradients, model)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from longarc.records.batch import Batch, TokenReport
 from longarc.records.metric import Metric
-from longarc.trainer.credit import TrainItem
+from longarc.trainer.credit import Column, TrainItem
 from longarc.trainer.policy_objective import PolicySums
 
 HISTOGRAM_SIZE = 512
@@ -83,8 +83,15 @@ class Observation:
             metrics.append(Metric("train/length_penalty", sum(penalties), len(penalties)))
         return (*metrics, *_reward_metrics(batch))
 
-    def token_reports(self, num_segments: int) -> tuple[TokenReport, ...]:
-        """Return per-token results of the first segments of the batch."""
+    def token_reports(
+        self, num_segments: int, *, values: Sequence[Column] | None = None
+    ) -> tuple[TokenReport, ...]:
+        """Return per-token results of the first segments of the batch.
+
+        Args:
+            num_segments: how many.
+            values: of each segment, the critic's; None where there is none.
+        """
         policy, advantage = self._sums.column("policy"), self._sums.column("advantage")
         reports = []
         for index, item in enumerate(self._items[:num_segments]):
@@ -98,6 +105,7 @@ class Observation:
                     segment_order=item.segment.order,
                     policy_logprobs=tuple(logprobs.tolist()),
                     advantages=tuple(advantages.tolist()),
+                    values=() if values is None else tuple(values[index].tolist()),
                 )
             )
         return tuple(reports)

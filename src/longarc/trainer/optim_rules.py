@@ -38,6 +38,7 @@ Rule: TypeAlias = MuonRule | AdamWRule
 
 
 _SMALL_HEADS = (
+    "value_head.weight",
     "mlp.gate.weight",
     "delta.a_proj.weight",
     "delta.b_proj.weight",
@@ -51,7 +52,7 @@ def parameter_rule(
     """Return how the parameter ``name`` is updated.
 
     Muon takes every matrix but the embedding, the output projection, the router and the indexer;
-    AdamW takes those and all norms and biases. Router, indexer and the gates of Gated DeltaNet are small
+    AdamW takes those and all norms and biases. A critic's value head, router, indexer and the gates of Gated DeltaNet are small
     heads whose scale matters (a sigmoid, a top-k of sums), and its convolution has a filter of its own for
     each channel, so their updates keep their relative sizes. Split:
     ``q_b_proj`` by head, ``kv_b_proj`` by head into key and value part, stacked experts by expert,

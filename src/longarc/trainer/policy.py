@@ -9,46 +9,42 @@ A batch gets exactly one update, so the policy at the start of the step is the p
 pass: proximal log-probabilities are that pass, detached, and cost nothing.
 """
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, ParamSpec, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.algos.reductions import Reduction
-from longarc.config.stages import OverlongConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError
+from longarc.models.critic import Critic
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
 from longarc.models.routed_rows import RoutingShape
-from longarc.models.threads import set_compute_threads
 from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import RoutingReplay, WeightSource
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
-from longarc.trainer.credit import TrainItem, length_penalty, train_items
+from longarc.trainer.credit import TrainItem, length_penalties, train_items
+from longarc.trainer.critic import CriticLearner, CriticSettings, Critique
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.observation import Observation, StepFacts
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.policy_objective import PolicyDocument, PolicyObjective
 from longarc.trainer.publish import WeightPublisher
+from longarc.trainer.thread import TrainerThread
 from longarc.trainer.update import (
     clip_gradients,
     divide_gradients,
     learning_rate,
     weights_sha256,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +72,8 @@ class PolicySettings:
     """Step of the loss-free expert balancing; 0 in RL."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward; memory, not results."""
+    critic: CriticSettings | None = None
+    """How the critic learns, where one gives the advantages."""
     routing_replay: RoutingReplay = "none"
     """What of the engine's routing is replayed."""
     num_token_reports: int = 4
@@ -93,7 +91,7 @@ class PolicyTrainer:
         loss: PolicyLoss,
         publish_directory: str,
         teachers: Mapping[str, Decoder] | None = None,
-        advantage_fn: AdvantageFn | RunningBaselines = group_advantages,
+        advantage_fn: AdvantageFn | RunningBaselines | Critic = group_advantages,
         policy_version: int = 0,
         gradients: GradientSource = in_this_process,
         num_update_threads: int = 1,
@@ -107,7 +105,8 @@ class PolicyTrainer:
             loss: the objective; its settings are checked here.
             publish_directory: existing directory for weight files that engines read.
             teachers: frozen teacher of each family; None trains on rewards.
-            advantage_fn: group baseline, or what rollouts earned lately; not used with teachers.
+            advantage_fn: group baseline, what rollouts earned lately, or a critic, which is trained in place as
+                ``settings.critic`` says; not used with teachers.
             policy_version: optimizer steps that are already in the weights.
             gradients: where gradients are computed; ``GradientPool.open`` shares the work with processes.
             num_update_threads: threads of the optimizer, which works while those processes wait.
@@ -116,22 +115,20 @@ class PolicyTrainer:
         Raises:
             ConfigError: the loss does not take these settings, the temperature is 0, or the model does not choose
                 what is to be replayed.
+            ContractError: there is a critic and no settings for it, or the other way round.
         """
+        if isinstance(advantage_fn, Critic) != (settings.critic is not None):
+            raise ContractError(
+                f"advantage_fn is a {type(advantage_fn).__name__} and settings.critic is {settings.critic}: a critic "
+                f"and how it learns are given together or not at all"
+            )
         self.model = model
         self.policy_version = policy_version
         self._settings = settings
         self._teachers = teachers
-        self._advantage_fn = advantage_fn
         self._publisher = WeightPublisher(publish_directory)
         self._clock = clock
-        # One thread and not a lock: a caller that is cancelled leaves the step running, and whoever
-        # saves next must still wait for it. It computes with as many threads as this one.
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="trainer",
-            initializer=set_compute_threads,
-            initargs=(torch.get_num_threads(),),
-        )
+        self._thread = TrainerThread()
         self._objective = PolicyObjective(
             micro_batch_tokens=settings.micro_batch_tokens,
             temperature=settings.temperature,
@@ -148,10 +145,19 @@ class PolicyTrainer:
         self._optimizer = MuonAdamW(
             model, model.config, settings.optimizer, num_threads=num_update_threads
         )
+        self._advantage_fn = None if isinstance(advantage_fn, Critic) else advantage_fn
+        self._critic: CriticLearner | None = None
+        if isinstance(advantage_fn, Critic) and settings.critic is not None:
+            self._critic = CriticLearner(
+                advantage_fn,
+                settings.critic,
+                gradients=gradients,
+                num_update_threads=num_update_threads,
+            )
 
     async def step(self, batch: Batch) -> StepReport:
         """Take one optimizer step in the trainer's thread; see :meth:`take_step`."""
-        return await self._in_thread(self.take_step, batch)
+        return await self._thread.run(self.take_step, batch)
 
     async def publish(self) -> WeightSource:
         """Write the current weights where engines can read them.
@@ -159,7 +165,7 @@ class PolicyTrainer:
         Raises:
             ResourceError: the disk is full or not writable.
         """
-        return await self._in_thread(
+        return await self._thread.run(
             lambda: self._publisher.publish(self.model, self.policy_version)
         )
 
@@ -179,8 +185,10 @@ class PolicyTrainer:
             )
             if isinstance(self._advantage_fn, RunningBaselines):
                 self._advantage_fn.save(directory)
+            if self._critic is not None:
+                self._critic.save(directory)
 
-        await self._in_thread(write)
+        await self._thread.run(write)
 
     def load(self, directory: str) -> None:
         """Continue exactly where :meth:`save` was called.
@@ -192,13 +200,15 @@ class PolicyTrainer:
         self.policy_version = counters["policy_version"]
         if isinstance(self._advantage_fn, RunningBaselines):
             self._advantage_fn.load(directory)
+        if self._critic is not None:
+            self._critic.load(directory)
 
     def take_step(self, batch: Batch) -> StepReport:
-        """Take one optimizer step.
+        """Take one optimizer step, after the critic's where there is one.
 
         Raises:
             ContractError: the batch is for other weights, malformed, or a loss or gradient is not
-                finite (the message names the trajectory). The weights are then unchanged.
+                finite (the message names the trajectory). The policy's weights are then unchanged.
             ConfigError: a segment is longer than ``micro_batch_tokens``, or a family has no teacher.
         """
         started_s = self._clock()
@@ -212,12 +222,20 @@ class PolicyTrainer:
         items = train_items(
             batch,
             reduction=settings.reduction,
-            advantage_fn=self._advantage_fn if self._teachers is None else None,
+            advantage_fn=None if self._teachers is not None else self._advantage_fn,
             normalises_batch=settings.normalises_batch,
             overlong=settings.overlong,
         )
         if self._teachers is not None:
             _check_teachers(items, self._teachers)
+        penalties = length_penalties(batch, settings.overlong)
+        critique: Critique | None = None
+        if self._critic is not None:
+            critique = self._critic.step(items, batch.step, penalties=penalties)
+            items = [
+                replace(item, advantages=own)
+                for item, own in zip(items, critique.advantages, strict=True)
+            ]
         if batch.resets_optimizer:
             self._optimizer.reset()
         documents = documents_of(items, replays=settings.routing_replay != "none")
@@ -244,30 +262,22 @@ class PolicyTrainer:
             lr=lr,
             elapsed_s=self._clock() - started_s,
             is_distillation=self._teachers is not None,
-            length_penalties=self._length_penalties(batch),
+            length_penalties=tuple(penalties.values()),
         )
         observation = Observation(items, sums, trainer_version=batch.trainer_version)
+        critics = [] if self._critic is None else [self._critic.critic]
         return StepReport(
             step=batch.step,
             policy_version=self.policy_version,
-            weights_sha256=weights_sha256(self.model),
+            weights_sha256=weights_sha256(self.model, *critics),
             num_trained_tokens=sums.num_trained_tokens,
-            metrics=observation.metrics(batch, facts),
-            token_reports=observation.token_reports(settings.num_token_reports),
+            metrics=observation.metrics(batch, facts)
+            + (() if critique is None else critique.metrics),
+            token_reports=observation.token_reports(
+                settings.num_token_reports, values=None if critique is None else critique.values
+            ),
             histograms=observation.histograms(),
         )
-
-    def _length_penalties(self, batch: Batch) -> tuple[float, ...]:
-        """Return what each distinct trajectory lost of its reward."""
-        overlong = self._settings.overlong
-        if overlong is None:
-            return ()
-        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        return tuple(length_penalty(trajectory, overlong) for trajectory in trajectories)
-
-    async def _in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        call = partial(work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _culprit(self, documents: Sequence[PolicyDocument], step: int) -> str:
         """Find the trajectory whose gradient alone is not finite; only called when all is lost."""
@@ -298,7 +308,7 @@ def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[P
             behaviour_logprobs=item.segment.behaviour_logprobs,
             kept_ids=item.segment.kept_ids,
             routing=_routing_of(item) if replays else None,
-            advantage=item.advantage,
+            advantages=item.advantages,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)

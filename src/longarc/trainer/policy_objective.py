@@ -50,8 +50,8 @@ class PolicyDocument(Document):
     """log mu [nats] of every token, as the engine recorded it; read where a token is trained."""
     kept_ids: Sequence[Sequence[int]] | None
     """Of every token, the ids it was drawn from, empty for the whole vocabulary; None where that holds for all."""
-    advantage: float
-    """Of every trained token; not read where a teacher gives one per token."""
+    advantages: Column
+    """Of every token, read where it is trained; not read where a teacher gives them."""
     token_weight: float
     """Of every trained token, in sum and normaliser."""
 
@@ -265,15 +265,15 @@ def _loss_inputs(
     policy: Tensor, documents: Sequence[PolicyDocument], micro_batch: MicroBatch
 ) -> LossInputs:
     own = [documents[i] for i in micro_batch.sequence_indices.tolist()]
-    behaviour = [
-        document.behaviour_logprobs[position]
-        for document, position in zip(own, micro_batch.positions.tolist(), strict=True)
-    ]
+    places = list(zip(own, micro_batch.positions.tolist(), strict=True))
+    behaviour = [document.behaviour_logprobs[position] for document, position in places]
     return LossInputs(
         policy_logprobs=policy,
         proximal_logprobs=policy.detach(),
         behaviour_logprobs=policy.new_tensor(behaviour),
-        advantages=policy.new_tensor([document.advantage for document in own]),
+        advantages=policy.new_tensor(
+            [document.advantages[position] for document, position in places]
+        ),
         train_mask=torch.ones_like(policy, dtype=torch.bool),
         token_weights=policy.new_tensor([document.token_weight for document in own]),
         sequence_ids=micro_batch.sequence_indices,

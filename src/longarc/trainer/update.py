@@ -66,12 +66,13 @@ def clip_gradients(parameters: Sequence[nn.Parameter], *, max_norm: float) -> fl
     return norm
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """Return the digest of all parameters and buffers, in the order of their names."""
+def weights_sha256(*models: nn.Module) -> str:
+    """Return the digest of all parameters and buffers, model by model in the order of their names."""
     digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(_bytes(value))
+    for model in models:
+        for name, value in sorted(model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(_bytes(value))
     return digest.hexdigest()
 
 

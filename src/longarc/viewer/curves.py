@@ -116,10 +116,40 @@ CHARTS: tuple[ChartSpec, ...] = (
         names=("loss/rejected_frac",),
     ),
     ChartSpec(
+        title="Explained variance",
+        unit="share of the returns' variance",
+        hint="How much of what rollouts earn the critic knew before it learned from them. Rises from zero; below zero it is worse than their mean.",
+        names=("critic/explained_variance",),
+    ),
+    ChartSpec(
+        title="Returns and values",
+        unit="mean over trained tokens",
+        hint="What rollouts earned and what the critic expected of them. The two go together; a gap that stays means that the critic learns too slowly.",
+        names=("return/mean", "critic/value_mean", "return/std"),
+    ),
+    ChartSpec(
+        title="Value loss",
+        unit="squared error",
+        hint="Of the critic before its first update of a step, and before the last. Falls; it cannot fall below what is chance.",
+        names=("loss/value", "loss/value_last_update"),
+    ),
+    ChartSpec(
+        title="Values that moved too far",
+        unit="share of trained tokens",
+        hint="Values that left the range around where they were, and got no gradient in the last update of a step. Near one the critic is held back.",
+        names=("critic/clipped_frac",),
+    ),
+    ChartSpec(
+        title="Advantages",
+        unit="over trained tokens",
+        hint="Mean and spread of what the policy learns from, where a critic gives it. A spread of zero teaches nothing.",
+        names=("advantage/mean", "advantage/std", "advantage/mean/*"),
+    ),
+    ChartSpec(
         title="Gradient norm",
         unit="before clipping",
-        hint="Size of the update before clipping. Steady; spikes come before trouble.",
-        names=("grad/norm",),
+        hint="Size of the update before clipping, of the policy and of its critic. Steady; spikes come before trouble.",
+        names=("grad/norm", "grad/critic_norm"),
         is_log=True,
     ),
     ChartSpec(
@@ -211,6 +241,7 @@ HEADLINES: tuple[tuple[str, str], ...] = (
     ("loss/lm_nats", "loss"),
     ("loss/indexer_kl_nats", "indexer KL"),
     ("mtp/accept_length_tokens", "accept length"),
+    ("critic/explained_variance", "explained variance"),
 )
 """The metric that says best what a stage achieved, first match counts, and its name."""
 
@@ -220,7 +251,11 @@ _END_FRAC = 0.1
 
 def headline(rows: Sequence[MetricRow], kind: str) -> dict[str, Any] | None:
     """Return the stage's main metric at its beginning and its end; None where it has none."""
-    order = HEADLINES if kind != "distill" else (HEADLINES[1], HEADLINES[0])
+    order = HEADLINES
+    if kind == "distill":
+        order = (HEADLINES[1], HEADLINES[0])
+    elif kind == "value_pretrain":
+        order = (HEADLINES[-1], HEADLINES[0])
     for name, label in order:
         values = [row.values[name] for row in rows if name in row.values]
         if values:

@@ -219,7 +219,10 @@ def segment_entry(segment: Segment, reported: tuple[int, TokenReport] | None) ->
 def _report(
     segment: Segment, trained: Sequence[int], reported: tuple[int, TokenReport] | None
 ) -> dict[str, Any] | None:
-    """Return log-ratio (policy against behaviour policy) and advantage of each trained token."""
+    """Return log-ratio (policy against behaviour policy), advantage and value of each trained token.
+
+    Values are None where there is no critic.
+    """
     if reported is None:
         return None
     step, report = reported
@@ -230,4 +233,7 @@ def _report(
         "step": step,
         "log_ratios": [short(ratio, digits=4) for ratio in ratios],
         "advantages": [short(report.advantages[i], digits=4) for i in trained],
+        "values": [short(report.values[i], digits=4) for i in trained]
+        if len(report.values) == len(segment.token_ids)
+        else None,
     }

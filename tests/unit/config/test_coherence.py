@@ -187,7 +187,7 @@ def test_the_recipe_as_it_stands_is_accepted():
             {**LOOP, "group_size": 1, "dynamic_sampling": False},
             r"group_size=1.*at least 2.*running_mean.*reinforce_plus_plus",
         ),
-        ("stages.rl.advantage", "gae", r"stages.rl.advantage = 'gae'"),
+        ("stages.rl.advantage", "median", r"stages.rl.advantage = 'median'"),
         (
             "stages.rl.running_mean_window",
             8,

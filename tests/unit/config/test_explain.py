@@ -47,7 +47,7 @@ def test_an_option_is_found_by_its_bare_name_once_and_by_a_dotted_one_everywhere
     bare = find_options(Recipe, "max_lag_steps")
     dotted = find_options(Recipe, "loop.max_lag_steps")
     assert [s.name for s in bare] == ["RolloutLoopConfig"]
-    assert [s.name for s in dotted] == ["RlConfig", "DistillConfig"]
+    assert [s.name for s in dotted] == ["RlConfig", "DistillConfig", "ValuePretrainConfig"]
 
 
 def test_an_unknown_name_gets_the_nearest_ones():

@@ -12,8 +12,10 @@ from pages import ROOT
 import longarc.algos
 from longarc.algos import losses
 from longarc.algos.reductions import Reduction
+from longarc.config.critic import CriticConfig, GaeConfig
 from longarc.config.orchestrator import RolloutLoopConfig
-from longarc.config.stages import Advantage, LossConfig, RlConfig, RolloutConfig
+from longarc.config.rollout import RolloutConfig
+from longarc.config.stages import Advantage, LossConfig, RlConfig
 
 SPEC = importlib.util.spec_from_file_location(
     "algorithms_page", ROOT / "scripts" / "algorithms_page.py"
@@ -61,11 +63,14 @@ def test_a_row_has_a_formula_a_source_and_settings_that_exist(entry):
             case "reduction":
                 assert value in get_args(Reduction)
             case "stage":
-                assert value in ("distill", "mtp", "dsa")
+                assert value in ("distill", "mtp", "dsa", "value_pretrain")
             case key:
-                owner = {"loop": RolloutLoopConfig, "rollout": RolloutConfig}.get(
-                    key.partition(".")[0], RlConfig
-                )
+                owner = {
+                    "loop": RolloutLoopConfig,
+                    "rollout": RolloutConfig,
+                    "critic": CriticConfig,
+                    "gae": GaeConfig,
+                }.get(key.partition(".")[0], RlConfig)
                 assert key.rpartition(".")[2] in owner.model_fields
 
 

@@ -104,6 +104,17 @@ def test_weights_are_pushed_every_k_steps_and_the_optimizer_is_reset_after_pushe
     assert resets == [False, False, True, False, True, False]
 
 
+def test_weights_that_stay_as_they_are_are_pushed_once_and_never_get_old(path):
+    stage = Stage(path, loop_config(num_steps=5, max_lag_steps=2))
+    stage.trainer.keeps_policy = True
+    result = run_virtual(stage.run())
+    assert (result.num_steps, result.policy_version, result.is_complete) == (5, 0, True)
+    assert stage.engine.pushed == [0]
+    assert set(lags(stage.trainer.batches)) == {0}
+    with Ledger.open(path) as ledger:
+        assert ledger.audit().findings == ()
+
+
 def test_no_reset_unless_asked_for(path):
     stage = Stage(path, loop_config())
     run_virtual(stage.run())

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longarc.config.critic import CriticConfig
 from longarc.config.engine import EngineConfig
 from longarc.config.loader import load_settings
 from longarc.config.recipe import Recipe
@@ -104,6 +105,20 @@ def test_gradients_moments_activations_and_the_engine_are_parts_of_it(recipe):
         assert any(part in what for what in sampled)
     assert any("engine's weights (2 copies" in what for what in sampled)
     assert any("engine.cache_tokens" in what for what in sampled)
+
+
+@pytest.mark.parametrize("stage", ["value_pretrain", "sao"])
+def test_a_critic_is_a_part_of_it_and_more_of_it_where_all_is_trained(recipe, stage):
+    model = build_without_memory(recipe.model)
+    config = recipe.stages[stage]
+    needs = {need.what: need.num_bytes for need in needs_of(config, recipe, model)}
+    weights = sum(weight.nbytes for weight in model.model.parameters())
+    assert needs["the critic's weights"] == weights
+    assert ("gradients" in needs) == (stage == "sao")
+    whole = config.model_copy(update={"critic": CriticConfig(trains="all")})
+    more = {need.what: need.num_bytes for need in needs_of(whole, recipe, model)}
+    what = "the critic's gradients and moments"
+    assert more[what] == 2 * weights > needs[what] > 0
 
 
 def test_a_stage_that_cannot_fit_is_refused_with_its_parts_though_its_weights_would(recipe):

@@ -29,6 +29,7 @@ def two_cores(monkeypatch):
 def test_the_recipes_fit_a_machine_of_two_cores():
     check_recipe(recipe("quickstart"), is_new=True)
     check_recipe(recipe("smoke"), is_new=True)
+    check_recipe(recipe("sao"), is_new=True)
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -140,6 +141,13 @@ def test_a_loss_that_cannot_work_is_refused_before_the_run(stage, loss, said):
 def test_every_built_in_loss_passes_its_trial_with_its_own_settings(stage, loss):
     good = recipe("quickstart", f"stages.{stage}.loss={{path='longarc.algos.losses:{loss}'}}")
     check_recipe(good, is_new=True)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_loss_that_needs_one_advantage_for_a_segment_gets_none_from_a_critic():
+    bad = recipe("sao", "stages.sao.loss={path='longarc.algos.losses:gspo'}")
+    with pytest.raises(ConfigError, match=r"'sao'.*needs one advantage for all tokens"):
+        check_recipe(bad, is_new=True)
 
 
 def offloading(stage, directory):

@@ -26,7 +26,9 @@ from longarc.runs.codec import (
     decompress,
     encode_report,
     encode_task,
+    from_json,
     pack_floats,
+    to_json,
     trajectory_body,
     trajectory_from_body,
     unpack_floats,
@@ -223,6 +225,14 @@ def test_a_step_report_comes_back_equal_even_with_a_number_json_lacks():
     report = make_report(make_batch([make_group([make_trajectory()])]))
     report = dataclasses.replace(report, metrics=(*report.metrics, Metric("loss/kl", math.inf)))
     assert decode_report(encode_report(report)) == report
+
+
+def test_a_report_from_before_there_were_critics_is_read():
+    report = make_report(make_batch([make_group([make_trajectory()])]))
+    data = from_json(decompress(encode_report(report)))
+    data["token_reports"] = [fields[:4] for fields in data["token_reports"]]
+    (token_report,) = decode_report(compress(to_json(data))).token_reports
+    assert token_report == dataclasses.replace(report.token_reports[0], values=())
 
 
 @pytest.mark.parametrize(

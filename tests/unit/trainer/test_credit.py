@@ -7,7 +7,8 @@ import torch
 from trainer_fixtures import make_batch, make_group, make_segment, make_trajectory
 
 from longarc.algos.advantages import group_advantages
-from longarc.config.stages import LossConfig, OverlongConfig
+from longarc.config.rollout import OverlongConfig
+from longarc.config.stages import LossConfig
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, baseline
@@ -64,13 +65,13 @@ def test_a_batch_is_normalised_over_its_trained_tokens_repeated_ones_included():
     mean = math.fsum(tokens) / 30
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in tokens) / 30)
     expected = [(x - mean) / (std + 1e-6) for x in (1.0, 1.0, 1.0, 0.0, 0.5, 1.0)]
-    assert [item.advantage for item in items] == pytest.approx(expected)
+    assert [item.advantages[-1] for item in items] == pytest.approx(expected)
 
 
 def test_a_rollout_that_is_too_long_loses_reward_before_rewards_are_compared():
     overlong = OverlongConfig(max_tokens=12, cache_tokens=8)  # from 4 tokens on
     items = train_items(compacted(), reduction="token_mean", advantage_fn=itself, overlong=overlong)
-    assert [item.advantage for item in items] == pytest.approx(
+    assert [item.advantages[-1] for item in items] == pytest.approx(
         [1 - 6 / 8, 1 - 6 / 8, 1 - 6 / 8, -1 / 8, 0.5, 1.0]
     )
 
@@ -85,7 +86,7 @@ def step_of(rewards, *, family="math"):
 
 def advantages_of(baselines, batch):
     items = train_items(batch, reduction="token_mean", advantage_fn=baselines)
-    return [item.advantage for item in items]
+    return [item.advantages[-1] for item in items]
 
 
 def test_single_rollouts_are_compared_with_those_of_earlier_steps_of_their_family(tmp_path):

@@ -11,6 +11,7 @@ from longarc.config.model import AttentionPattern
 from longarc.config.training import OptimizerConfig
 from longarc.errors import CheckpointError, ContractError
 from longarc.models.conversion import to_hybrid
+from longarc.models.critic import Critic
 from longarc.trainer.muon import iteration_dtype, orthogonalise, update_scale
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.optim_rules import AdamWRule, MuonRule, parameter_rule
@@ -42,6 +43,15 @@ RULES = {
 def test_each_kind_of_parameter_has_its_rule(name):
     shape = tuple(tiny_model().get_parameter(name).shape)
     assert parameter_rule(name, shape, TINY, use_muon=True) == RULES[name]
+
+
+def test_a_critic_keeps_the_rules_of_its_backbone_and_the_scale_of_its_head():
+    for name, parameter in Critic(tiny_model()).named_parameters():
+        rule = parameter_rule(name, tuple(parameter.shape), TINY, use_muon=True)
+        own = name.removeprefix("backbone.")
+        assert rule == RULES.get(own, rule)
+        if name == "value_head.weight":
+            assert rule == DECAYED
 
 
 DELTA = LAYER + "self_attn.delta."

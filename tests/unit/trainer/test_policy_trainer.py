@@ -21,7 +21,7 @@ from trainer_fixtures import (
 from longarc.algos import losses
 from longarc.algos.advantages import group_advantages
 from longarc.algos.token_loss import TokenLoss
-from longarc.config.stages import OverlongConfig
+from longarc.config.rollout import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError, ResourceError
 from longarc.models import offload

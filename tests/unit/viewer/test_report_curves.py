@@ -57,3 +57,34 @@ def test_a_stage_is_summed_up_by_the_first_and_last_tenth_of_its_main_metric():
 def test_distillation_is_summed_up_by_its_distance_from_the_teachers():
     found = headline(rows(success__mean=[0.1], distill__kl_nats=[0.7]), "distill")
     assert (found["label"], found["last"]) == ("distillation KL", 0.7)
+
+
+def test_value_pre_training_is_summed_up_by_what_the_critic_explains():
+    found = headline(rows(success__mean=[0.1], critic__explained_variance=[0.3]), "value_pretrain")
+    assert (found["label"], found["last"]) == ("explained variance", 0.3)
+
+
+def test_a_critic_has_charts_of_its_own():
+    charts = stage_charts(
+        rows(
+            critic__explained_variance=[0.1],
+            return__mean=[0.5],
+            critic__value_mean=[0.4],
+            loss__value=[0.2],
+            loss__value_last_update=[0.1],
+            critic__clipped_frac=[0.0],
+            advantage__mean=[0.0],
+            advantage__std=[0.3],
+            grad__norm=[1.0],
+            grad__critic_norm=[2.0],
+        )
+    )
+    assert [chart["title"] for chart in charts if not chart.get("is_other")] == [
+        "Explained variance",
+        "Returns and values",
+        "Value loss",
+        "Values that moved too far",
+        "Advantages",
+        "Gradient norm",
+    ]
+    assert not any(chart.get("is_other") for chart in charts)

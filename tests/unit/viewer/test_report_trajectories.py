@@ -105,7 +105,17 @@ def test_each_token_is_written_with_its_mask_and_only_with_numbers_it_has():
     assert entry["mask"] == ".TsT"
     assert entry["logprobs"] == [-1.0, -2.0, -3.0]
     assert entry["versions"] == [[4, 2], [5, 1]]
-    assert entry["report"] == {"step": 7, "log_ratios": [-0.5, 1.0], "advantages": [0.25, -0.75]}
+    assert entry["report"] == {
+        "step": 7,
+        "log_ratios": [-0.5, 1.0],
+        "advantages": [0.25, -0.75],
+        "values": None,
+    }
+
+
+def test_the_values_of_a_critic_are_written_where_there_is_one():
+    entry = segment_entry(SEGMENT, (7, report(values=(0.0, 0.5, 0.0, 0.625))))
+    assert entry["report"]["values"] == [0.5, 0.625]
 
 
 def test_a_report_of_another_length_is_none():

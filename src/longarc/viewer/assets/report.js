@@ -539,6 +539,7 @@ const MODES = {
   logprob: ["Log-probability", (tokens) => strengths(tokens, "logprob", "how surprising the token was to the policy that sampled it")],
   logratio: ["Log-ratio", (tokens) => diverging(tokens, "logRatio", "log π − log μ: below and above what the behaviour policy gave")],
   advantage: ["Advantage", (tokens) => diverging(tokens, "advantage", "pushed down and pushed up")],
+  value: ["Value", (tokens) => diverging(tokens, "value", "what the critic expected before the token was sampled")],
   version: ["Policy version", versionColours],
 };
 const MASK_NAMES = { T: "in the train mask", s: "sampled, not in the train mask", ".": "given, not sampled" };
@@ -596,6 +597,7 @@ function unpack(segment) {
       version: isSampled ? versions[sampled] : null,
       logRatio: report ? segment.report.log_ratios[trained] : null,
       advantage: report ? segment.report.advantages[trained] : null,
+      value: report && segment.report.values ? segment.report.values[trained] : null,
     };
     sampled += isSampled ? 1 : 0;
     trained += isTrained ? 1 : 0;
@@ -613,10 +615,13 @@ function facts(token) {
   if (token.version !== null) lines.push(`policy version ${token.version}`);
   if (token.logRatio !== null) lines.push(`log-ratio ${short(token.logRatio)}`);
   if (token.advantage !== null) lines.push(`advantage ${short(token.advantage)}`);
+  if (token.value !== null) lines.push(`value ${short(token.value)}`);
   return lines.join("\n");
 }
 function tokenView(t) {
-  const modes = h("div", { class: "tabs" }, Object.entries(MODES).map(([mode, [label]]) => h("button", {
+  const hasValues = t.segments.some((segment) => segment.report && segment.report.values);
+  const offered = Object.entries(MODES).filter(([mode]) => mode !== "value" || hasValues || state.mode === mode);
+  const modes = h("div", { class: "tabs" }, offered.map(([mode, [label]]) => h("button", {
     type: "button", "data-mode": mode, "aria-selected": String(state.mode === mode),
     onclick: () => { state.mode = mode; drawDetail(); },
   }, label)));

@@ -8,7 +8,7 @@ import pytest
 
 from ledger_cases import TOOL, make_admission, make_segment, make_trajectory
 from longarc.config.recipe import TaskFamilyConfig
-from longarc.config.stages import TaskShare
+from longarc.config.rollout import TaskShare
 from longarc.data.sft import Expert, RecordedExpert, check_recorded, conversation_document
 from longarc.envs.tasks.transcripts import Transcripts, conversations_of
 from longarc.errors import ConfigError
