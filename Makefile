@@ -9,6 +9,7 @@ STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
 STAMP_GATEWAYS := .venv-gateways/.stamp
 STAMP_VLLM := .venv-vllm/.stamp
+STAMP_TOOLS := .venv-schemathesis/.stamp .venv-renderers/.stamp
 AGENTS := $(shell sed -n 's/^\([a-z-]*\) .*/\1/p' scripts/agents.txt)
 STAMPS_AGENTS := $(AGENTS:%=.agents/%/.stamp)
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
@@ -18,7 +19,7 @@ RUN_DIR ?= runs/quickstart
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-drafts bench-attention bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm agents $(AGENTS:%=agent-%) integration clean
+.PHONY: help setup quickstart smollm smollm-reasoning smollm-tools test cover-algos lint types contracts docs bench bench-engine bench-training bench-exact bench-update bench-sandbox bench-grpo bench-async bench-model bench-algos bench-drafts bench-attention bench-replay bench-router bench-gateway kill-test fuzz-gateway peers gateways vllm agents $(AGENTS:%=agent-%) integration clean
 
 help: ## what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +56,10 @@ smollm-tools: models/smollm2-135m/config.json ## SmolLM2-135M becomes an agent: 
 test: $(STAMP_DEV) ## all tests
 	$(BIN)/python -m pytest -q
 
+cover-algos: $(STAMP_DEV) ## does a test run every line of longarc.algos?
+	$(BIN)/coverage run --data-file=.coverage.algos --source=src/longarc/algos -m pytest -q tests/golden tests/property tests/unit/algos
+	$(BIN)/coverage report --data-file=.coverage.algos --show-missing --skip-covered --fail-under=100
+
 lint: $(STAMP_DEV) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,8 +70,9 @@ types: $(STAMP_DEV) ## mypy --strict
 contracts: $(STAMP_DEV) ## the layering contract
 	$(BIN)/lint-imports
 
-docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes
+docs: $(STAMP_DEV) ## generate docs/config.md from the settings classes and docs/algorithms.md from docstrings
 	$(BIN)/longarc config schema --format markdown > docs/config.md
+	$(BIN)/python scripts/algorithms_page.py > docs/algorithms.md
 
 $(STAMP_PEERS): constraints.txt benchmarks/peers.txt scripts/setup_peers.sh
 	@bash scripts/setup_peers.sh "$(PYTHON)" && touch $@
@@ -81,6 +87,9 @@ gateways: $(STAMP_GATEWAYS) ## make .venv-gateways with the gateways that LongAr
 $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
 
+$(STAMP_TOOLS): .venv-%/.stamp: tests/integration/%.txt scripts/setup_tool.sh
+	@bash scripts/setup_tool.sh "$(PYTHON)" $* && touch $@
+
 $(STAMPS_AGENTS): .agents/%/.stamp: scripts/setup_agent.sh scripts/agents.txt
 	@bash scripts/setup_agent.sh "$(PYTHON)" $* && touch $@
 
@@ -91,7 +100,7 @@ $(AGENTS:%=agent-%): agent-%: .agents/%/.stamp # one of them: make agent-claude-
 vllm: $(STAMP_VLLM) ## make .venv-vllm with vLLM's CPU build (3.5 GB)
 
 bench: ## all benchmarks, one after the other (docs/benchmarks.md)
-	@status=0; for name in engine training exact update sandbox model grpo async; do \
+	@status=0; for name in engine training exact update sandbox model algos grpo async; do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || status=1; \
 	done; exit $$status
 
@@ -113,6 +122,9 @@ bench-sandbox: $(STAMP_DEV) ## start, exec, close, memory, what is left behind
 bench-model: $(STAMP_DEV) ## parts of training beside what PyTorch offers
 	@$(BIN)/python benchmarks/model.py $(BENCH)
 
+bench-algos: $(STAMP_DEV) ## the mathematics of a step beside the model's own; packed, split and whole
+	@$(BIN)/python benchmarks/algos.py $(BENCH)
+
 bench-attention: $(STAMP_DEV) ## full attention, windows, linear attention and DSA compared, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/attention_study.py --run $(RUN_DIR) $(BENCH)
 
@@ -124,6 +136,9 @@ bench-async: $(STAMP_DEV) ## asynchronous against synchronous RL, from the run i
 
 bench-drafts: $(STAMP_DEV) ## what drafts of multi-token prediction are worth, from the run in RUN_DIR
 	@$(BIN)/python benchmarks/drafts.py --run $(RUN_DIR) $(BENCH)
+
+bench-replay: $(STAMP_DEV) ## what recorded and replayed routing costs, in time and bytes
+	@$(BIN)/python benchmarks/routing_replay.py $(BENCH)
 
 bench-router: $(STAMP_DEV) ## where sessions go at 64 engines, beside round robin and least-loaded
 	@$(BIN)/python benchmarks/router.py $(BENCH)
@@ -137,7 +152,7 @@ kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled o
 fuzz-gateway: $(STAMP_DEV) ## 100,000 requests near what clients send, in each dialect
 	PYTHONPATH=tests $(BIN)/python tests/codec_fuzz.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) $(STAMPS_AGENTS) models/smollm2-135m/config.json ## the tests that need the peers, a real vLLM, and real agents
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) $(STAMP_TOOLS) $(STAMPS_AGENTS) models/smollm2-135m/config.json ## the tests that need other programs: peers, a real vLLM, real agents, schemathesis, renderers
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

@@ -110,8 +110,20 @@ class Hostile:
         return Reward(value=float(len(episode.messages[-1].content) % 2))
 
 
+TRIAL_TOKENS = 4
+"""What a loss is tried with before a run; the following fail later."""
+
+
 def loss(inputs):
     """The loss that recipes name; tests put one of the following in its place."""
+    from longarc.algos.losses import icepop
+
+    if len(inputs.advantages) <= TRIAL_TOKENS:
+        return icepop(inputs)
+    raise ValueError("no such thing as a loss")
+
+
+def hopeless_loss(inputs):
     raise ValueError("no such thing as a loss")
 
 
@@ -119,4 +131,6 @@ def nan_loss(inputs):
     from longarc.algos.losses import icepop
 
     good = icepop(inputs)
+    if len(inputs.advantages) <= TRIAL_TOKENS:
+        return good
     return dataclasses.replace(good, loss_sum=good.loss_sum * math.nan)

@@ -77,6 +77,18 @@ def sharpened(model: Decoder) -> Decoder:
     return model
 
 
+def other_chooser(model):
+    """Return the model with other choices: nothing else of it depends on what differs."""
+    other = type(model)(model.config)
+    other.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in [*other.named_parameters(), *other.named_buffers()]:
+            if "indexer" in name or name.endswith("e_score_correction_bias"):
+                tensor += 0.5 * torch.randn(tensor.shape, generator=generator)
+    return other
+
+
 def apt_drafter(*, seed: int = 3, boldness: float = 0.3, **changes) -> GlmMoeDsa:
     """Return a small model whose untrained MTP layer drafts well, but not perfectly.
 

@@ -104,6 +104,8 @@ def set_(key, value):
     [
         ("stages.rl.loss.path", "longarc.algos.losses:nosuch", "has no 'nosuch'"),
         ("stages.rl.loss.settings.nosuch", "1", "does not take settings {'nosuch': 1.0}"),
+        ("stages.rl.loss.path", "hostile_env:hopeless_loss", "no such thing as a loss"),
+        ("stages.rl.loss.settings.low", "1.5", "low=1.5, high=2.0: the band excludes the ratio 1"),
         ("stages.rl.tasks.hostile.settings.nosuch", "1", "unexpected keyword argument 'nosuch'"),
         ("tasks.hostile.path", "hostile_env:HostileEnv", "hostile_env:HostileEnv"),
         ("tokenizer.path", "/no/such.json", "tokenizer.path = '/no/such.json' does not exist"),

@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from longarc.algos.clipping import clipped_objective
+from longarc.algos.corrected_loss import decoupled_ppo_loss, truncated_loss
 from longarc.algos.distill import distillation_advantages
-from longarc.algos.importance import double_sided_weights, icepop_weights
+from longarc.algos.distill_vocabulary import full_vocabulary_loss
+from longarc.algos.importance import double_sided_weights, icepop_weights, masked_weights
 from longarc.algos.policy_loss import (
-    clipped_objective,
+    cispo_loss,
     double_sided_loss,
+    gspo_loss,
     icepop_loss,
     ppo_clip_loss,
 )
@@ -39,7 +43,7 @@ def logits_and_logprobs(case):
 
 def weights_of(case):
     lengths = [sum(row) for row in case.get("loss_mask") or [[1] * len(r) for r in case["actions"]]]
-    if case["reduction"] == "token":
+    if case.get("reduction", "token") == "token":
         return None
     return flat([[1 / n] * len(row) for n, row in zip(lengths, case["actions"], strict=True)])
 
@@ -207,3 +211,97 @@ def test_distillation_descends_the_reverse_kl():
     (grad,) = torch.autograd.grad((logprobs.detach().exp() * advantages * logprobs).sum(), student)
     expected = torch.tensor(case["minus_grad_reverse_kl"], dtype=torch.float64)
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+
+
+def test_the_divergence_over_the_vocabulary_has_the_golden_gradient():
+    case = load("opd")["cases"][0]["full_vocab_token0"]
+    student = torch.tensor([case["student"]], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([case["teacher"]], dtype=torch.float64).log()
+    out = full_vocabulary_loss(student, teacher, torch.tensor([True]))
+    (grad,) = torch.autograd.grad(out.loss_sum, student)
+    expected = torch.tensor([case["minus_grad_reverse_kl"]], dtype=torch.float64)
+    torch.testing.assert_close(-grad, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", case_ids("cispo"))
+def test_cispo_matches_value_gradient_and_number_of_clamped_tokens(case):
+    logits, logprobs = logits_and_logprobs(case)
+    out = cispo_loss(
+        logprobs,
+        flat(case["logp_old"]),
+        flat(case["advantages"]),
+        mask_of(case),
+        eps_low=case["eps_low"],
+        eps_high=case["eps_high"],
+    )
+    assert_matches(out, logits, loss=case["loss"], grad=case["grad_logits"])
+    ratio, weight = flat(case["ratio"]), flat(case["weight_sg"])
+    assert out.num_rejected.item() == ((ratio - weight).abs() > 1e-9).sum().item()
+
+
+@pytest.mark.parametrize("case", case_ids("gspo"))
+def test_gspo_matches_value_and_gradient(case):
+    logits, logprobs = logits_and_logprobs(case)
+    lengths = [len(row) for row in case["actions"]]
+    out = gspo_loss(
+        logprobs,
+        flat(case["logp_old"]),
+        torch.tensor(case["seq_advantages"], dtype=torch.float64),
+        torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)]),
+        mask_of(case),
+        eps_low=case["eps_low"],
+        eps_high=case["eps_high"],
+        token_weights=flat([[1 / n] * n for n in lengths]),
+    )
+    assert_matches(out, logits, loss=case["loss"], grad=case["grad_logits"])
+
+
+@pytest.mark.parametrize("case", case_ids("tis_mis"))
+def test_truncated_importance_sampling_matches_value_and_gradient(case):
+    logits, logprobs = logits_and_logprobs(case)
+    out = truncated_loss(
+        logprobs,
+        flat(case["logp_train_old"]),
+        flat(case["logp_infer_old"]),
+        flat(case["advantages"]),
+        mask_of(case),
+        cap=case["cap"],
+        eps_low=case["eps_low"],
+        eps_high=case["eps_high"],
+    )
+    assert_matches(out, logits, loss=case["loss"], grad=case["grad_logits"])
+    assert out.num_rejected.item() == (flat(case["rho"]) > case["cap"]).sum().item()
+
+
+@pytest.mark.parametrize("unit", load("tis_mis")["meta"]["mis_unit"])
+def test_masked_importance_sampling_keeps_and_vetoes_the_golden_sequences(unit):
+    log_ratio = torch.tensor(unit["log_ratio"], dtype=torch.float64)
+    mask = torch.ones(len(log_ratio), dtype=torch.bool)
+    ids = torch.zeros(len(log_ratio), dtype=torch.long)
+    levels = [
+        ("sequence", 0.5, 2.0, unit["mis_seq_keep_0p5_2"]),
+        ("geometric", 0.99, 1.01, unit["geo_keep_0p99_1p01"]),
+    ]
+    for level, low, high, keeps in levels:
+        weights = masked_weights(log_ratio, mask, ids, low=low, high=high, level=level)
+        expected = log_ratio.exp() if keeps else torch.zeros_like(log_ratio)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+    vetoed = masked_weights(log_ratio, mask, ids, low=0.0, high=1e9, veto=1e-4)
+    assert (not vetoed.any()) is unit["veto_1e_4"]
+
+
+@pytest.mark.parametrize("case", case_ids("decoupled_ppo"))
+def test_decoupled_ppo_matches_value_and_gradient(case):
+    logits, logprobs = logits_and_logprobs(case)
+    out = decoupled_ppo_loss(
+        logprobs,
+        flat(case["logp_prox"]),
+        flat(case["logp_behav"]),
+        flat(case["advantages"]),
+        mask_of(case),
+        eps_low=case["eps_low"],
+        eps_high=case["eps_high"],
+        behaviour_cap=case["behav_cap_mask"],
+    )
+    assert_matches(out, logits, loss=case["loss"], grad=case["grad_logits"])
+    assert out.num_rejected.item() == (flat(case["weight_sg"]) == 0).sum().item()

@@ -6,12 +6,15 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atif_rules import broken_rules
 from ledger_cases import make_admission, make_batch, make_group, make_report, make_trajectory
-from longarc.records.message import Message, Role, ToolCall
+from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.outcome import Disposition
 from longarc.records.segment import Segment, SegmentKind
 from longarc.records.trajectory import Trajectory
 from longarc.records.turn import Turn
+from longarc.runs.atif import trajectory_to_atif
+from longarc.runs.atif_import import trajectories_from_atif
 from longarc.runs.codec import trajectory_body, trajectory_from_body
 from longarc.runs.ledger import Ledger
 from longarc.runs.record_json import to_json_line, trajectory_from_json, trajectory_to_json
@@ -46,6 +49,7 @@ def any_segment(draw):
         behaviour_logprobs=tuple(draw(exact) if s else 0.0 for s in sampled),
         policy_versions=tuple(draw(st.integers(0, 2**40)) if s else -1 for s in sampled),
         kept_ids=draw(st.sampled_from([None, tuple(kept)])),
+        routing=draw(st.none() | st.tuples(*[st.binary(max_size=5)] * length)),
         kind=draw(st.sampled_from(list(SegmentKind))),
         order=draw(st.integers(0, 9)),
         parent=draw(st.none() | st.integers(0, 9)),
@@ -70,17 +74,27 @@ messages = st.builds(
 )
 
 
-turns = st.builds(
-    Turn,
-    segment_order=st.integers(0, 9),
-    start=st.integers(0, 99),
-    num_sampled=st.integers(0, 99),
-    parent=st.none() | st.integers(0, 9),
-    said=st.lists(messages, max_size=2).map(tuple),
-    answer=messages,
-    finish_reason=st.sampled_from(["stop", "length"]),
-    elapsed_s=st.floats(0, 1e9),
-)
+tools = st.lists(
+    st.builds(ToolSpec, name=st.text(), description=st.text(), parameters=objects), max_size=2
+).map(tuple)
+
+
+@st.composite
+def any_turns(draw):
+    return tuple(
+        Turn(
+            segment_order=draw(st.integers(0, 9)),
+            start=draw(st.integers(0, 99)),
+            num_sampled=draw(st.integers(0, 99)),
+            parent=draw(st.none() | st.integers(0, position - 1)) if position else None,
+            said=draw(st.lists(messages, max_size=2).map(tuple)),
+            answer=draw(messages),
+            finish_reason=draw(st.sampled_from(["stop", "length"])),
+            elapsed_s=draw(st.floats(0, 1e9)),
+            tools=draw(tools),
+        )
+        for position in range(draw(st.integers(0, 3)))
+    )
 
 
 @st.composite
@@ -91,11 +105,21 @@ def any_trajectory(draw):
         "segments": tuple(draw(st.lists(any_segment(), max_size=3))),
         "messages": tuple(draw(st.lists(messages, max_size=3))),
         "info": draw(objects),
-        "turns": tuple(draw(st.lists(turns, max_size=2))),
+        "turns": draw(any_turns()),
         "reward": draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         "error": draw(st.none() | st.text()),
     }
     return Trajectory(**fields)
+
+
+@given(any_trajectory(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_every_trajectory_is_a_valid_atif_document_that_comes_back_equal(trajectory, is_lean):
+    document = trajectory_to_atif(trajectory, with_prompt_ids=not is_lean)
+    assert broken_rules(document) == []
+    line = to_json_line(document)
+    line.encode("ascii")
+    assert trajectories_from_atif(json.loads(line), name="x") == (trajectory,)
 
 
 @given(any_trajectory())

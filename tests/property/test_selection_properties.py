@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
+from longarc.algos import selection
 from longarc.algos.selection import NO_KEY, select_keys
 
 # Few distinct values, so that ties across the boundary are the rule; -inf is an invisible key.
@@ -44,3 +45,17 @@ def test_a_row_is_selected_alike_in_any_company_and_with_any_invisible_tail(
     for index, row in enumerate(table):
         alone = select_keys(torch.tensor([row + [float("-inf")] * tail]), num_selected=num_selected)
         assert torch.equal(alone[0], together[index])
+
+
+@given(tables, st.integers(1, 12))
+def test_other_devices_find_the_same_threshold_and_the_same_positions(table, num_selected):
+    """What runs where numpy cannot, here on the CPU."""
+    scores = torch.tensor(table)
+    nth = min(num_selected, scores.shape[1])
+    assert torch.equal(
+        selection._nth_best_by_torch(scores, nth), selection._nth_best_by_numpy(scores, nth)
+    )
+    visible = scores > float("-inf")
+    assert torch.equal(
+        selection._flat_positions_by_torch(visible), selection._flat_positions_by_numpy(visible)
+    )

@@ -70,6 +70,8 @@ def single_step_tv(
     """Return ``1 - alpha`` of each draft step by itself, 0 where it is not valid.
 
     The mean over the valid steps is the loss.
+
+    Source: Bebop (arXiv:2606.12370), equation 10.
     """
     return (1.0 - acceptances).masked_fill(~is_valid, 0.0)
 
@@ -82,6 +84,8 @@ def end_to_end_tv(
     ``1 - (1/G) sum_j prod_{i<=j} alpha_i``: early steps count most, because all later ones need them. The
     mean over the positions whose first step is valid is the loss. Flat where alpha is near 0, so a draft
     begins with cross-entropy.
+
+    Source: Bebop (arXiv:2606.12370), equations 12 and 13.
 
     Args:
         acceptances: alpha of each step; carries gradient.
@@ -98,5 +102,7 @@ def expected_accepted(
     """Return how many draft tokens of each position are accepted on average [tokens].
 
     ``sum_j prod_{i<=j} alpha_i``; the token that the main model adds itself is not counted.
+
+    Source: Bebop (arXiv:2606.12370), equation 12.
     """
     return acceptances.masked_fill(~is_valid, 0.0).cumprod(dim=0).sum(dim=0)

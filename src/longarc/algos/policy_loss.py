@@ -4,42 +4,15 @@ Everything is masked before it is multiplied: ``0 * inf`` is NaN, and a token th
 may carry any log-probability at all.
 """
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longarc.algos.checks import check_clip
+from longarc.algos.clipping import clipped_objective, constant_ratio, summed_loss
+from longarc.algos.corrected_loss import weighted_clip_loss
 from longarc.algos.importance import double_sided_weights, icepop_weights
+from longarc.algos.sequences import sequence_means
 from longarc.algos.token_loss import TokenLoss
-
-
-def clipped_objective(
-    log_ratio: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    *,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None = None,
-) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """Return ``min(r A, clip(r, 1-el, 1+eh) A)`` and where it is flat (clipped, zero gradient).
-
-    Written as a selection between a live and a flat branch, so that a ratio that overflows in the
-    flat branch cannot turn the gradient into ``0 * inf``. Exactly on a bound the gradient flows.
-
-    Source: PPO (arXiv:1707.06347) eq. 7; asymmetric bounds: DAPO (arXiv:2503.14476); dual clip:
-    arXiv:1912.09729 (A < 0 saturates at ``dual_clip * A``).
-    """
-    low, high = 1.0 - eps_low, 1.0 + eps_high
-    ratio = log_ratio.detach().exp()
-    too_high = (advantages > 0) & (ratio > high)
-    too_low = (advantages < 0) & (ratio < low)
-    is_flat = too_high | too_low
-    flat_ratio = torch.full_like(ratio, low).masked_fill(too_high, high)
-    if dual_clip is not None:
-        saturated = (advantages < 0) & (ratio > dual_clip)
-        flat_ratio = flat_ratio.masked_fill(saturated, dual_clip)
-        is_flat = is_flat | saturated
-    live_ratio = log_ratio.masked_fill(is_flat, 0.0).exp()
-    return torch.where(is_flat, flat_ratio, live_ratio) * advantages, is_flat
 
 
 def ppo_clip_loss(
@@ -55,7 +28,10 @@ def ppo_clip_loss(
 ) -> TokenLoss:
     """Return ``-sum_t w_t min(r A, clip(r, 1-el, 1+eh) A)`` with ``r = pi / pi_proximal``.
 
-    ``num_rejected`` counts clipped tokens. Source: see :func:`clipped_objective`.
+    ``num_rejected`` counts clipped tokens.
+
+    Source: PPO (arXiv:1707.06347) eq. 7; for the bounds and the dual clip see
+    :func:`~longarc.algos.clipping.clipped_objective`.
 
     Args:
         policy_logprobs: log pi [nats] under the weights being trained; carries gradient.
@@ -75,7 +51,7 @@ def ppo_clip_loss(
         eps_high=eps_high,
         dual_clip=dual_clip,
     )
-    return _token_loss(objective, train_mask, is_flat, token_weights)
+    return summed_loss(objective, train_mask, is_flat, token_weights)
 
 
 def icepop_loss(
@@ -96,7 +72,7 @@ def icepop_loss(
     ``rho = pi_proximal / mu`` compares trainer and engine on the same weights and is a constant;
     ``r = pi / pi_proximal`` carries the gradient. ``num_rejected`` counts popped-out tokens.
 
-    Source: GLM-5 (arXiv:2602.15763) eq. 1, beta = 2: band [0.5, 2]; closed, see :func:`icepop_weights`.
+    Source: GLM-5 (arXiv:2602.15763) eq. 1, beta = 2: band [0.5, 2]; closed, see :func:`~longarc.algos.importance.icepop_weights`.
 
     Args:
         policy_logprobs: log pi [nats] under the weights being trained; carries gradient.
@@ -110,16 +86,19 @@ def icepop_loss(
         eps_high: upper clip of r is ``1 + eps_high``.
         token_weights: 1 for a token mean (the default), 1/|y| for a mean per trajectory.
     """
-    mismatch = (proximal_logprobs - behaviour_logprobs).detach().masked_fill(~train_mask, 0.0)
-    pop = icepop_weights(mismatch.exp(), low=low, high=high)
-    is_out = pop == 0
-    log_ratio = (policy_logprobs - proximal_logprobs.detach()).masked_fill(
-        ~train_mask | is_out, 0.0
+    pop = icepop_weights(
+        constant_ratio(proximal_logprobs, behaviour_logprobs, train_mask), low=low, high=high
     )
-    objective, _ = clipped_objective(
-        log_ratio, advantages.masked_fill(~train_mask, 0.0), eps_low=eps_low, eps_high=eps_high
+    return weighted_clip_loss(
+        policy_logprobs,
+        proximal_logprobs,
+        pop,
+        advantages,
+        train_mask,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        token_weights=token_weights,
     )
-    return _token_loss(torch.where(is_out, 0.0, pop * objective), train_mask, is_out, token_weights)
 
 
 def double_sided_loss(
@@ -150,27 +129,90 @@ def double_sided_loss(
         high: upper end of the trust region, open; 6.0 for math, 4.0 for code (SAO).
         token_weights: 1 for a token mean (the default), 1/|y| for a mean per trajectory.
     """
-    log_ratio = (policy_logprobs - behaviour_logprobs).detach().masked_fill(~train_mask, 0.0)
-    weights = double_sided_weights(log_ratio.exp(), low=low, high=high)
+    ratio = constant_ratio(policy_logprobs, behaviour_logprobs, train_mask)
+    weights = double_sided_weights(ratio, low=low, high=high)
     is_out = weights == 0
     # Masked before the product: a rejected token may have log-probability -inf.
     logprobs = policy_logprobs.masked_fill(~train_mask | is_out, 0.0)
     objective = weights * advantages.masked_fill(~train_mask, 0.0) * logprobs
-    return _token_loss(objective, train_mask, is_out, token_weights)
+    return summed_loss(objective, train_mask, is_out, token_weights)
 
 
-def _token_loss(
-    objective: Float[Tensor, " tokens"],
+def cispo_loss(
+    policy_logprobs: Float[Tensor, " tokens"],
+    proximal_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
     train_mask: Bool[Tensor, " tokens"],
-    is_rejected: Bool[Tensor, " tokens"],
-    token_weights: Float[Tensor, " tokens"] | None,
+    *,
+    eps_low: float,
+    eps_high: float,
+    token_weights: Float[Tensor, " tokens"] | None = None,
 ) -> TokenLoss:
-    """Weigh and add up; ``objective`` is to be maximised."""
-    if token_weights is None:
-        token_weights = torch.ones_like(objective)
-    weights = token_weights.to(objective.dtype).masked_fill(~train_mask, 0.0)
-    return TokenLoss(
-        loss_sum=-(weights * objective.masked_fill(~train_mask, 0.0)).sum(),
-        normaliser=weights.sum(),
-        num_rejected=(train_mask & is_rejected).sum().to(objective.dtype),
+    """Return ``-sum_t w_t sg(clip(r_t, 1-el, 1+eh)) A_t log pi(a_t)`` with ``r = pi / pi_proximal``.
+
+    Double-sided importance sampling with a clamp in place of the mask: every token keeps a gradient.
+    ``num_rejected`` counts clamped tokens.
+
+    Source: CISPO, MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; there el >= 1, so that only the upper bound acts.
+
+    Args:
+        policy_logprobs: log pi [nats] under the weights being trained; carries gradient.
+        proximal_logprobs: log pi [nats] of the policy that r is measured against; constant.
+        advantages: A; constant.
+        train_mask: True on trained tokens.
+        eps_low: lower clamp of r is ``1 - eps_low``; 1 or more turns it off.
+        eps_high: upper clamp of r is ``1 + eps_high``.
+        token_weights: 1 for a token mean (the default), 1/|y| for a mean per trajectory.
+
+    Raises:
+        ConfigError: the bounds exclude 1.
+    """
+    check_clip(eps_low, eps_high)
+    ratio = constant_ratio(policy_logprobs, proximal_logprobs, train_mask)
+    weights = ratio.clamp(min=1.0 - eps_low, max=1.0 + eps_high)
+    is_clamped = (ratio < 1.0 - eps_low) | (ratio > 1.0 + eps_high)
+    logprobs = policy_logprobs.masked_fill(~train_mask, 0.0)
+    objective = weights * advantages.masked_fill(~train_mask, 0.0) * logprobs
+    return summed_loss(objective, train_mask, is_clamped, token_weights)
+
+
+def gspo_loss(
+    policy_logprobs: Float[Tensor, " tokens"],
+    proximal_logprobs: Float[Tensor, " tokens"],
+    sequence_advantages: Float[Tensor, " sequences"],
+    sequence_ids: Int[Tensor, " tokens"],
+    train_mask: Bool[Tensor, " tokens"],
+    *,
+    eps_low: float,
+    eps_high: float,
+    token_weights: Float[Tensor, " tokens"] | None = None,
+) -> TokenLoss:
+    """Return ``-sum_i W_i min(s_i A_i, clip(s_i, 1-el, 1+eh) A_i)`` with ``s_i = exp(mean_t log r_t)``.
+
+    ``W_i`` is the sum of the token weights of the sequence: 1 with 1/|y|, as in the paper, where each token then gets
+    the gradient ``s_i A_i / |y_i|``. A sequence is clipped whole; ``num_rejected`` counts its tokens.
+
+    Source: GSPO (arXiv:2507.18071).
+
+    Args:
+        policy_logprobs: log pi [nats] under the weights being trained; carries gradient.
+        proximal_logprobs: log pi [nats] of the policy that r is measured against; constant.
+        sequence_advantages: A of each sequence; constant.
+        sequence_ids: which sequence each token belongs to; all of its tokens must be here.
+        train_mask: True on trained tokens.
+        eps_low: lower clip of s is ``1 - eps_low``; 3e-4 in the paper.
+        eps_high: upper clip of s is ``1 + eps_high``; 4e-4 in the paper.
+        token_weights: 1/|y| for a mean over sequences; 1 (the default) weighs a sequence by its length.
+
+    Raises:
+        ConfigError: the bounds exclude 1.
+    """
+    log_ratio = policy_logprobs - proximal_logprobs.detach()
+    mean = sequence_means(
+        log_ratio, sequence_ids, train_mask, num_sequences=len(sequence_advantages)
     )
+    objective, is_flat = clipped_objective(
+        mean, sequence_advantages.to(mean.dtype), eps_low=eps_low, eps_high=eps_high
+    )
+    per_token = objective.to(policy_logprobs.dtype)[sequence_ids]
+    return summed_loss(per_token, train_mask, is_flat[sequence_ids], token_weights)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longarc.algos.token_loss import TokenLoss
@@ -29,6 +29,8 @@ class LossInputs:
     """True where the token contributes to the loss."""
     token_weights: Float[Tensor, " tokens"]
     """Weight of each token in sum and normaliser: multiplicity, or multiplicity / |y| of its trajectory."""
+    sequence_ids: Int[Tensor, " tokens"]
+    """Which segment the token belongs to, numbered from 0. All trained tokens of a segment are in one micro-batch."""
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@
         ~ p_{D+1}                                  where none was
 
 Source: Leviathan, Kalman and Matias, arXiv:2211.17192, algorithm 1 and appendix A.1; Chen et al., arXiv:2302.01318.
+
 Shape letters: B sequences, D drafts, T = D + 1, V vocabulary.
 """
 

@@ -15,4 +15,4 @@ class TokenLoss:
     normaliser: Float[Tensor, ""]
     """Sum of the weights of all trained tokens, rejected ones included."""
     num_rejected: Float[Tensor, ""]
-    """Trained tokens outside the trust region [tokens]; their gradient is exactly zero."""
+    """Trained tokens outside the trust region [tokens]. Their gradient is exactly zero, or bounded in a loss that clamps."""

@@ -1,5 +1,6 @@
 """One trajectory, token by token."""
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +20,12 @@ def trajectory_json(
     trajectory: Trajectory, row: TrajectoryRow | None, uses: Sequence[Use]
 ) -> dict[str, Any]:
     """Return a trajectory and what became of it, as JSON."""
+    known = asdict(trajectory)
+    for segment in known["segments"]:
+        if segment["routing"] is not None:
+            segment["routing"] = [b64encode(blob).decode("ascii") for blob in segment["routing"]]
     return {
-        **asdict(trajectory),
+        **known,
         "disposition": row and row.disposition,
         "disposition_reason": row and row.disposition_reason,
         "uses": [{"stage": s, "step": n, "multiplicity": m} for s, n, m in uses],

@@ -1,10 +1,12 @@
-"""List, show, audit and compare runs.
+"""List, show, audit and compare runs; take trajectories out, and put others in.
 
 longarc runs list
 longarc runs show runs/quickstart
 longarc runs show runs/quickstart agentic_rl/12/3/0
 longarc runs audit runs/quickstart
 longarc runs diff runs/a runs/b
+longarc runs export runs/quickstart --stage agentic_rl --format atif --out trajectories
+longarc runs import runs/quickstart jobs/2026-10-01
 """
 
 import argparse
@@ -16,13 +18,13 @@ from typing import Any
 from longarc.cli._exit import ExitCode
 from longarc.errors import ConfigError, LongArcError
 
-SUMMARY = "list, show, audit and compare runs"
+SUMMARY = "list, show, audit and compare runs; export and import trajectories"
 DEFAULT_ROOT = Path("runs")
 """Where ``longarc run`` makes runs; none may have been made yet."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add list, show, audit and diff."""
+    """Add list, show, audit, diff, export and import."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="list the runs in a directory")
     listing.add_argument("root", type=Path, nargs="?", default=DEFAULT_ROOT, help="default: runs")
@@ -40,6 +42,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     diff.add_argument("left", type=Path, metavar="RUN_A")
     diff.add_argument("right", type=Path, metavar="RUN_B")
+    _configure_exchange(actions)
+
+
+def _configure_exchange(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from longarc.records.outcome import Disposition, Outcome
+
+    export = actions.add_parser(
+        "export", help="write trajectories as ATIF documents or as JSON lines, which lose nothing"
+    )
+    export.add_argument("run_dir", type=Path, metavar="RUN")
+    export.add_argument(
+        "trajectories", nargs="*", metavar="TRAJECTORY", help="ids; without any, all are written"
+    )
+    export.add_argument("--format", choices=("jsonl", "atif"), default="jsonl", help="jsonl")
+    export.add_argument(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="a file for jsonl, a new directory for atif; by default one a line is printed",
+    )
+    export.add_argument("--stage", metavar="NAME", help="only trajectories of this stage")
+    export.add_argument("--family", metavar="NAME", help="only those of this task family")
+    export.add_argument(
+        "--outcome", choices=list(map(str, Outcome)), help="only those that ended so"
+    )
+    export.add_argument(
+        "--disposition", choices=list(map(str, Disposition)), help="only those that became this"
+    )
+    export.add_argument(
+        "--no-prompt-ids",
+        action="store_true",
+        help="with --format atif: steps do not repeat their prompts, which makes long trajectories much smaller",
+    )
+    taken = actions.add_parser(
+        "import", help="add ATIF documents or JSON lines to a run's ledger, all or none"
+    )
+    taken.add_argument("run_dir", type=Path, metavar="RUN")
+    taken.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="a .json or .jsonl file, a directory with files named like trajectories, or another run",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,6 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
             return _show_run(arguments)
         case "audit":
             return _audit(arguments)
+        case "export":
+            from longarc.cli._exchange import export_trajectories
+
+            return export_trajectories(arguments)
+        case "import":
+            from longarc.cli._exchange import import_trajectories
+
+            return import_trajectories(arguments)
         case _:
             return _diff(arguments)
 

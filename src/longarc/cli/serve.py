@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUMMARY = "chat with what was trained, or sample from it"
 
 _CHAT_ONLY = ("temperature", "max_new_tokens", "thinking", "model_name")
-_ENGINE_ONLY = ("ranks", "attention", "drain_s")
+_ENGINE_ONLY = ("ranks", "attention", "drain_s", "records_routing")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +73,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("dense", "sparse"),
         help="how a Hugging Face model attends; dense, so a model that a dsa stage trained needs sparse. A run's "
         "checkpoint knows",
+    )
+    engine.add_argument(
+        "--records-routing",
+        choices=("experts", "experts_and_keys"),
+        help="keep what tokens are routed to, for stages with the same rollout.routing_replay; nothing",
     )
     engine.add_argument(
         "--drain-s",
@@ -196,6 +201,7 @@ def _engine_settings(arguments: argparse.Namespace, api_key: str) -> "EngineServ
         api_key=api_key,
         num_ranks=arguments.ranks or 1,
         max_context_tokens=arguments.max_context_tokens,
+        records_routing=arguments.records_routing or "none",
         drain_s=60.0 if drain_s is None else drain_s,
     )
 

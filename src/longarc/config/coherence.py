@@ -96,9 +96,38 @@ def check_model_fits(
         if isinstance(stage, MidtrainConfig) and stage.pattern is not None:
             _check_pattern(name, model, stage.pattern)
             hybrid = name
+        if isinstance(stage, RlConfig | DistillConfig):
+            _check_replay(name, model, stage.rollout, hybrid=hybrid)
         if isinstance(stage, DsaConfig):
             _check_conversion(name, model, stage, hybrid=hybrid)
             model = _with_pattern(model, stage.index_topk_pattern)
+
+
+def _check_replay(
+    name: str, model: ModelConfig, rollout: RolloutConfig, *, hybrid: str | None
+) -> None:
+    """Refuse to replay what the model does not choose."""
+    asked = f"stage {name!r}: rollout.routing_replay={rollout.routing_replay!r}"
+    if rollout.routing_replay == "none":
+        return
+    if not isinstance(model, GlmMoeDsaConfig) or isinstance(model, GlmHybridConfig) or hybrid:
+        what = (
+            f"a {model.family} model"
+            if hybrid is None
+            else f"the hybrid that stage {hybrid!r} makes"
+        )
+        raise ValueError(
+            f"{asked} replays experts and selected keys, but {what} has none that are recorded; leave it out or use "
+            f"model.family = 'glm_moe_dsa'"
+        )
+    if (
+        rollout.routing_replay == "experts"
+        and model.first_k_dense_replace >= model.num_hidden_layers
+    ):
+        raise ValueError(
+            f"{asked}, but no layer has experts (model.first_k_dense_replace={model.first_k_dense_replace} of "
+            f"model.num_hidden_layers={model.num_hidden_layers}); leave it out"
+        )
 
 
 def _check_conversion(
@@ -153,6 +182,27 @@ def _check_mtp(model: ModelConfig, stages: Mapping[str, StageConfig]) -> None:
             raise ValueError(
                 f"stage {name!r}: mtp trains a layer that the model does not have yet; set "
                 f"model.num_nextn_predict_layers = 1 (model.family = 'glm_moe_dsa'), or leave mtp out"
+            )
+
+
+def check_keys_are_selected(stages: Mapping[str, StageConfig], *, is_sparse: bool) -> None:
+    """Refuse to replay selected keys where attention reads all of them.
+
+    Args:
+        stages: of the recipe.
+        is_sparse: whether what it starts from attends sparsely.
+
+    Raises:
+        ValueError: names the stage and what to change.
+    """
+    for name, stage in stages.items():
+        is_sparse |= isinstance(stage, DsaConfig)
+        if not isinstance(stage, RlConfig | DistillConfig) or is_sparse:
+            continue
+        if stage.rollout.routing_replay == "experts_and_keys":
+            raise ValueError(
+                f"stage {name!r}: rollout.routing_replay='experts_and_keys', but the model attends to every key there; "
+                f"put a dsa stage before it (or initial.is_sparse = true), or replay 'experts'"
             )
 
 
@@ -284,6 +334,11 @@ def _lack_of_client(engine: VllmConfig | SglangConfig, rollout: RolloutConfig) -
         return (
             f"{said} cannot be sampled with engine.kind='sglang', which reports log-probabilities before tokens are "
             f"left out; leave it out, or use another engine"
+        )
+    if rollout.routing_replay != "none":
+        return (
+            f"rollout.routing_replay={rollout.routing_replay!r} needs an engine that records what tokens are routed to, "
+            f"which LongArc asks of its own alone; leave it out with engine.kind={engine.kind!r}"
         )
     if isinstance(engine, SglangConfig):
         return None

@@ -37,6 +37,10 @@ class RolloutLoopConfig(Settings):
     dynamic_sampling: bool = True
     """Whether groups whose rewards are all alike are replaced instead of trained; DAPO
     (arXiv:2503.14476), section 3.2. Needs a group_size of at least 2."""
+    min_mean_reward: float | None = None
+    """Groups whose mean reward is below are replaced instead of trained: too hard for now. None keeps them."""
+    max_mean_reward: float | None = None
+    """Groups whose mean reward is above are replaced instead of trained: too easy by now. None keeps them."""
     max_sampled_groups_per_step: int | None = Field(None, ge=1)
     """Groups sampled for one step at most, dropped ones included [groups]; a step trains what is left of
     them, one group at least. None = as many as ``groups_per_step`` needs, which
@@ -123,5 +127,16 @@ class RolloutLoopConfig(Settings):
                 "dynamic_sampling=True drops groups whose rewards are all alike, which every group of "
                 "group_size=1 is: nothing would ever be trained. Raise group_size to at least 2 or set "
                 "dynamic_sampling=False."
+            )
+        low, high = self.min_mean_reward, self.max_mean_reward
+        if self.group_size == 1 and (low is not None or high is not None):
+            raise ValueError(
+                f"min_mean_reward={low}, max_mean_reward={high} judge the difficulty of a task by the mean of its "
+                f"group, which group_size=1 does not have. Raise group_size to at least 2 or leave them out."
+            )
+        if low is not None and high is not None and not low < high:
+            raise ValueError(
+                f"min_mean_reward={low} is not below max_mean_reward={high}: hardly a group could be trained. Choose "
+                f"0.1 and 0.9 for instance."
             )
         return self

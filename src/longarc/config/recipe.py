@@ -5,7 +5,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from longarc.config.cache_rounding import check_can_round_cache
-from longarc.config.coherence import check_engine_fits, check_model_fits, check_names
+from longarc.config.coherence import (
+    check_engine_fits,
+    check_keys_are_selected,
+    check_model_fits,
+    check_names,
+)
 from longarc.config.drafts import check_can_draft
 from longarc.config.engine import EngineConfig
 from longarc.config.engine_clients import AnyEngineConfig
@@ -109,6 +114,9 @@ class Recipe(Settings):
         check_names("task family", self.tasks)
         own = self.model if self.initial is None else None
         check_engine_fits(self.engine, self.stages, model=own)
+        check_keys_are_selected(
+            self.stages, is_sparse=self.initial is not None and self.initial.is_sparse
+        )
         if self.initial is not None:
             return (
                 self  # the weights bring the shape of the model, which is checked when it is known

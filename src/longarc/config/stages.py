@@ -1,7 +1,7 @@
 """Settings of each stage of the arc; a recipe is a sequence of these."""
 
 import math
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -9,7 +9,7 @@ from longarc.config.model import MAX_DEPTHS, AttentionPattern
 from longarc.config.orchestrator import RolloutLoopConfig
 from longarc.config.settings import Settings
 from longarc.config.training import ActivationConfig, OptimizerConfig
-from longarc.records.sampling import MIN_TEMPERATURE, UpdatePolicy
+from longarc.records.sampling import MIN_TEMPERATURE, RoutingReplay, UpdatePolicy
 
 
 def _check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
@@ -261,11 +261,33 @@ class LossConfig(Settings):
     """The policy-gradient objective."""
 
     path: str = "longarc.algos.losses:icepop"
-    """Import path of a PolicyLoss: ``longarc.algos.losses:icepop``, ``:double_sided``, ``:ppo_clip`` or your own."""
+    """Import path of a PolicyLoss: your own, or one of ``longarc.algos.losses``, as ``:icepop``, ``:double_sided``,
+    ``:ppo_clip``, ``:behaviour_ppo``, ``:cispo``, ``:gspo``, ``:opsm``, ``:truncated``, ``:masked``,
+    ``:masked_by_sequence`` and ``:masked_by_geometric_mean``. A small batch is tried with it before a run starts."""
     settings: dict[str, float] = Field(default_factory=dict)
     """Keyword settings of the loss (bounds, clips)."""
-    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: one mean over the step's tokens (GLM-5 eq. 3); sequence_mean: a mean per trajectory (eq. 1)."""
+    reduction: Literal["token_mean", "sequence_mean", "segment_mean", "group_mean"] = "token_mean"
+    """token_mean: one mean over the step's tokens (GLM-5 eq. 3); sequence_mean: a mean per trajectory (eq. 1);
+    segment_mean: a mean per segment, so that compacted trajectories count several times; group_mean: one per group
+    (DAPO as printed)."""
+
+
+class OverlongConfig(Settings):
+    """A reward that falls before a length limit is reached: soft overlong punishment, DAPO (arXiv:2503.14476)."""
+
+    max_tokens: int = Field(ge=1)
+    """Trained tokens of a rollout from which on it loses 1 of its reward [tokens]."""
+    cache_tokens: int = Field(ge=1)
+    """Tokens before that over which the loss grows from 0 to 1 [tokens]."""
+
+    @model_validator(mode="after")
+    def _interval_exists(self) -> Self:
+        if self.cache_tokens > self.max_tokens:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} begin before the first of max_tokens={self.max_tokens}; lower "
+                f"cache_tokens to at most max_tokens"
+            )
+        return self
 
 
 class RolloutConfig(Settings):
@@ -287,6 +309,11 @@ class RolloutConfig(Settings):
     """A turn that is being sampled when new weights arrive goes on under them with its old cache (``continue``), computes
     its cache again before it goes on (``recompute``), or ends under the old weights, for which the engine keeps a second copy
     and further updates wait (``finish``). None leaves it to the engine: the embedded one continues."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing training computes with, in place of its own choices (rollout routing replay, R3):
+    ``experts`` of each token, or ``experts_and_keys``, also what its indexers selected. The engine then keeps them beside
+    the rows of its cache and they are recorded with the tokens. LongArc's engine and trainer choose alike for the same
+    weights, so this is for weights that differ: rollouts in FP8, or turns that an update caught. For glm_moe_dsa."""
 
     @field_validator("temperature")
     @classmethod
@@ -294,6 +321,20 @@ class RolloutConfig(Settings):
         if temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf:
             return temperature
         raise ValueError(f"is 0, or at least {MIN_TEMPERATURE} and finite")
+
+
+Advantage: TypeAlias = Literal[
+    "std",
+    "mean",
+    "leave_one_out",
+    "running_mean",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+]
+"""What the rewards of a step are compared with."""
+
+GROUP_BASELINES: Final = ("std", "mean", "leave_one_out", "reinforce_plus_plus_baseline")
+"""Those that make nothing of a group of one."""
 
 
 class RlConfig(Settings):
@@ -309,8 +350,16 @@ class RlConfig(Settings):
     """How the policy is sampled."""
     loss: LossConfig = LossConfig()
     """The objective."""
-    advantage: Literal["std", "mean"] = "std"
-    """Group baseline: (R - mean) / std (GRPO) or R - mean (GLM-4.5)."""
+    advantage: Advantage = "std"
+    """What rewards are compared with. A group: ``std`` is (R - mean) / std (GRPO), ``mean`` R - mean (GLM-4.5),
+    ``leave_one_out`` R - the mean of the others (RLOO). ``running_mean``: what the family's rollouts earned lately.
+    ``reinforce_plus_plus``: R, normalised over the tokens of the step; ``reinforce_plus_plus_baseline``: R - the
+    group's mean, normalised likewise. Without a group (``loop.group_size = 1``) only ``running_mean`` and
+    ``reinforce_plus_plus`` have something to compare with."""
+    running_mean_window: int | None = Field(None, ge=1)
+    """Rewards of each family that ``running_mean`` remembers [rollouts]; None is 128. For that advantage alone."""
+    overlong: OverlongConfig | None = None
+    """What long rollouts lose of their reward; None for nothing. Dynamic sampling looks at rewards before it."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-4, weight_decay=0.0)
     """How weights are updated."""
     micro_batch_tokens: int = Field(8192, ge=16)
@@ -328,10 +377,38 @@ class RlConfig(Settings):
     def _can_learn(self) -> Self:
         _check_samples(self.rollout)
         _check_warmup(self.optimizer, self.loop.num_steps)
-        if self.loop.group_size == 1:
+        if self.loop.group_size == 1 and self.advantage in GROUP_BASELINES:
             raise ValueError(
-                "loop.group_size=1 leaves nothing to compare with: the group baseline makes every "
-                "advantage 0. Raise it to at least 2."
+                f'loop.group_size=1 leaves nothing to compare with: advantage="{self.advantage}" is a group '
+                f"baseline and makes every advantage 0. Raise loop.group_size to at least 2, or set advantage to "
+                f'"running_mean" or "reinforce_plus_plus".'
+            )
+        is_alone = self.loop.group_size * self.loop.groups_per_step == 1
+        if is_alone and self.advantage == "reinforce_plus_plus":
+            raise ValueError(
+                f'advantage="{self.advantage}" compares the rollouts of a step, of which there is one: loop.group_size '
+                f"* loop.groups_per_step is 1. Raise loop.groups_per_step."
+            )
+        if self.running_mean_window is not None and self.advantage != "running_mean":
+            raise ValueError(
+                f'running_mean_window={self.running_mean_window} has no effect with advantage="{self.advantage}"; '
+                f'leave it out, or set advantage="running_mean"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _length_can_matter(self) -> Self:
+        if self.overlong is None:
+            return self
+        longest, first = (
+            self.rollout.max_context_tokens,
+            self.overlong.max_tokens - self.overlong.cache_tokens,
+        )
+        if first >= longest:
+            raise ValueError(
+                f"overlong punishes rollouts of more than max_tokens - cache_tokens = {first} tokens, which "
+                f"rollout.max_context_tokens={longest} never lets through; lower overlong.max_tokens, or leave "
+                f"overlong out"
             )
         return self
 
@@ -387,6 +464,11 @@ class DistillConfig(Settings):
                 "loop.dynamic_sampling=True would drop groups by their rewards, which distillation "
                 "does not learn from. Set loop.dynamic_sampling=false."
             )
+        if self.loop.min_mean_reward is not None or self.loop.max_mean_reward is not None:
+            raise ValueError(
+                f"loop.min_mean_reward={self.loop.min_mean_reward}, loop.max_mean_reward={self.loop.max_mean_reward} "
+                f"would drop groups by their rewards, which distillation does not learn from. Leave them out."
+            )
         return self
 
 
@@ -412,6 +494,11 @@ class EvalConfig(Settings):
 
     @model_validator(mode="after")
     def _weights_stay(self) -> Self:
+        if self.rollout.routing_replay != "none":
+            raise ValueError(
+                f"rollout.routing_replay={self.rollout.routing_replay!r} has no effect in an evaluation, which trains "
+                f"nothing; leave it out"
+            )
         if self.rollout.on_update is not None:
             raise ValueError(
                 f"rollout.on_update={self.rollout.on_update!r} has no effect in an evaluation, whose weights never "

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from longarc.data.documents import Document
 from longarc.errors import ConfigError
 from longarc.records.conversation import Conversation
-from longarc.tokens.chat_format import ChatFormat
+from longarc.tokens.chat_format import ChatFormat, RenderedChat
 
 
 @runtime_checkable
@@ -28,6 +28,15 @@ class Expert(Protocol):
             error_frac: share of demonstrations that hold a mistake and its correction, for experts
                 that can make mistakes.
         """
+        ...
+
+
+@runtime_checkable
+class RecordedExpert(Expert, Protocol):
+    """An expert that has finitely many conversations, and can show them all."""
+
+    def all_demonstrations(self) -> Iterator[Conversation]:
+        """Yield every conversation once."""
         ...
 
 
@@ -68,7 +77,42 @@ def conversation_document(
     Raises:
         ConfigError: it is longer than ``max_tokens``; cutting it would teach half an answer.
     """
-    rendered = chat_format.render(
+    rendered = _rendered(conversation, chat_format)
+    if len(rendered.token_ids) > max_tokens:
+        raise ConfigError(
+            f"a demonstration of {conversation.family!r} has {len(rendered.token_ids)} tokens, the stage "
+            f"allows {max_tokens}; make the family's demonstrations easier or raise the context"
+        )
+    return Document(token_ids=rendered.token_ids, train_mask=rendered.train_mask)
+
+
+def check_recorded(
+    name: str, expert: RecordedExpert, chat_format: ChatFormat, *, max_tokens: int
+) -> None:
+    """Refuse recorded conversations that are longer than a document may be, before any step is taken.
+
+    Args:
+        name: of the family.
+        expert: whose conversations are looked at.
+        chat_format: how a conversation becomes tokens.
+        max_tokens: what a document may have [tokens].
+
+    Raises:
+        ConfigError: some are longer.
+    """
+    shown = list(expert.all_demonstrations())
+    lengths = [len(_rendered(conversation, chat_format).token_ids) for conversation in shown]
+    num_longer = sum(length > max_tokens for length in lengths)
+    if num_longer:
+        raise ConfigError(
+            f"{num_longer} of the {len(shown)} conversations of {name!r} have more than the {max_tokens} tokens of "
+            f"micro_batch_tokens, the longest {max(lengths)}; raise that, or leave long ones out with the family's "
+            f"max_chars"
+        )
+
+
+def _rendered(conversation: Conversation, chat_format: ChatFormat) -> RenderedChat:
+    return chat_format.render(
         conversation.messages,
         conversation.tools,
         thinking=conversation.thinking,
@@ -76,9 +120,3 @@ def conversation_document(
         add_generation_prompt=False,
         untrained=conversation.untrained,
     )
-    if len(rendered.token_ids) > max_tokens:
-        raise ConfigError(
-            f"a demonstration of {conversation.family!r} has {len(rendered.token_ids)} tokens, the stage "
-            f"allows {max_tokens}; make the family's demonstrations easier or raise the context"
-        )
-    return Document(token_ids=rendered.token_ids, train_mask=rendered.train_mask)

@@ -234,7 +234,7 @@ class StepComputer:
         for request, advance in zip(requests, advances, strict=True):
             request.unsent_version = weights.policy_version
             num_sound = len(advance.token_ids) - (not advance.is_finite)
-            goes_on = self._record(request, advance, num_sound)
+            goes_on = self._record(request, advance, num_sound, weights)
             if goes_on and not advance.is_finite:
                 self._finish(request, self._not_finite(request, weights))
 
@@ -245,7 +245,9 @@ class StepComputer:
             f"{weights.policy_version}: {where}"
         )
 
-    def _record(self, request: Request, advance: Advance, num_sound: int) -> bool:
+    def _record(
+        self, request: Request, advance: Advance, num_sound: int, weights: EngineWeights
+    ) -> bool:
         """Note what was sampled, up to what ends the completion; return whether nothing did."""
         count, ending = request.ending_among(advance.token_ids[:num_sound])
         self.num_sampled += count
@@ -257,6 +259,11 @@ class StepComputer:
             advance.kept_ids[:count],
             advance.raw_logprobs[:count],
         )
+        if request.sampling.returns_routing_from is not None:
+            # Now, while the rows are those of the passes that drew these tokens: other weights may compute them again.
+            new = request.unrouted(request.sampling.returns_routing_from)
+            slot = request.used_seat().index
+            request.note_routing(weights.cache.routing_of(slot, new.start, new.stop), new.stop)
         if ending is not None:
             self._finish(request, ending)
         elif len(request.unsent_ids) >= request.sampling.stream_interval_tokens > 0:

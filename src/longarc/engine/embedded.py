@@ -49,9 +49,11 @@ from longarc.models.fp8 import round_to_fp8
 from longarc.models.kernels.steps import Interrupt
 from longarc.models.layout import Layout
 from longarc.models.projection import token_logprobs
+from longarc.models.routed_rows import RoutingShape
 from longarc.models.threads import set_compute_threads
 from longarc.records.sampling import (
     EngineHealth,
+    RoutingReplay,
     SampledTokens,
     Sampling,
     WeightSource,
@@ -83,6 +85,7 @@ class EmbeddedEngine:
         attention: Literal["dense", "sparse"] = "sparse",
         seed: int = 0,
         token_bytes: TokenBytes | None = None,
+        records_routing: RoutingReplay = "none",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take over ``model``.
@@ -95,12 +98,14 @@ class EmbeddedEngine:
             attention: how the model was trained to attend.
             seed: of the completions that bring none.
             token_bytes: of the tokenizer; without it stop strings are refused.
+            records_routing: what of the routing of every token is kept beside its rows, for requests that ask.
             clock: monotonic [seconds].
 
         Raises:
-            ConfigError: the cache is too small for one sequence of the longest context, or drafts are asked for that
-                the model cannot make.
+            ConfigError: the cache is too small for one sequence of the longest context, drafts are asked for that
+                the model cannot make, or routing is to be recorded that it does not have.
         """
+        routing = RoutingShape.of(model.config, records_routing, attention=attention)
         self._token_bytes = token_bytes
         model.eval().requires_grad_(False)
         alter = round_to_fp8 if config.weight_quantisation == "fp8" else None
@@ -114,6 +119,9 @@ class EmbeddedEngine:
         self._seed = seed
         self._clock = clock
         cache = cache_for(model, config, max_context_tokens=max_context_tokens)
+        if routing is not None:
+            cache.keep_routing(routing)
+        self._records_routing = routing is not None
         self._decoding = decoding_for(config, attention=attention)
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=self._set_threads
@@ -309,6 +317,11 @@ class EmbeddedEngine:
             raise EngineRequestError(
                 f"stop_strings={list(sampling.stop_strings)} need the text of tokens, which this engine was not "
                 f"given; send stop_ids, or open the engine with token_bytes"
+            )
+        if sampling.returns_routing_from is not None and not self._records_routing:
+            raise EngineRequestError(
+                f"returns_routing_from={sampling.returns_routing_from}: this engine does not record what tokens are "
+                f"routed to; open it with records_routing, or leave this out"
             )
         prompt = checked_prompt(
             prompt_ids,

@@ -36,12 +36,17 @@ class KeptCompletion:
 
     def request(self) -> tuple[Sequence[int], Sampling]:
         """Return prompt and sampling of what is left."""
+        first = self._sampling.returns_routing_from
+        if first is not None and self._ids:
+            # What was kept drew its tokens with the choices up to the one before its last.
+            first = max(first, len(self._prompt) + len(self._ids) - 1)
         ids = [*self._prompt, *self._ids] if self._ids else self._prompt
         return ids, replace(
             self._sampling,
             max_new_tokens=self._sampling.max_new_tokens - len(self._ids),
             num_sampled_before=self._sampling.num_sampled_before + len(self._ids),
             stream_interval_tokens=self._interval,
+            returns_routing_from=first,
         )
 
     def add(self, piece: SampledTokens) -> SampledTokens:

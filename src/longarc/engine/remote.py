@@ -243,6 +243,8 @@ def _change(before: EngineDescription, now: EngineDescription) -> str | None:
         keys = {*before.model, *now.model}
         key = min(key for key in keys if before.model.get(key) != now.model.get(key))
         return f"serves another model: {key} is {now.model.get(key)!r} now, it was {before.model.get(key)!r}"
+    if before.records_routing not in ("none", now.records_routing):
+        return f"has records_routing={now.records_routing!r} now, {before.records_routing!r} is asked of it"
     for name in ("max_context_tokens", "num_ranks"):
         was, found = getattr(before, name), getattr(now, name)
         if found < was:

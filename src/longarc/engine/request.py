@@ -13,6 +13,7 @@ from longarc.engine.seats import Seat
 from longarc.engine.stop_strings import StopStrings, TokenBytes
 from longarc.engine.weights import EngineWeights
 from longarc.errors import ContractError, EngineError, EngineRequestError
+from longarc.models.routed_rows import RoutedTokens, blobs_of
 from longarc.records.sampling import MIN_TEMPERATURE, FinishReason, SampledTokens, Sampling
 
 
@@ -40,6 +41,9 @@ class Request:
     unsent_logprobs: list[float] = field(default_factory=list)
     unsent_kept: list[tuple[int, ...]] = field(default_factory=list)
     unsent_raw: list[float] = field(default_factory=list)
+    unsent_routing: list[RoutedTokens] = field(default_factory=list)
+    num_routed: int = 0
+    """Positions whose routing was noted, those before the first that was asked for included."""
     unsent_version: int = 0
     weights: EngineWeights | None = None
     """Older ones that it ends with; None where it goes along with updates."""
@@ -70,6 +74,15 @@ class Request:
             self.unsent_raw.extend(raw_logprobs)
         self.sampled_ids.extend(token_ids)
 
+    def unrouted(self, first: int) -> range:
+        """Return the positions from ``first`` on whose routing is to be noted, up to the one that drew the newest token."""
+        return range(max(first, self.num_routed), len(self.prompt) + self.num_sampled - 1)
+
+    def note_routing(self, routed: RoutedTokens, stop: int) -> None:
+        """Keep what the ``unrouted`` positions up to ``stop`` were routed to until it is handed over."""
+        self.num_routed = stop
+        self.unsent_routing.append(routed)
+
     def piece(self, version: int, finish_reason: FinishReason | None) -> SampledTokens:
         """Return what is to be handed over, and forget it."""
         piece = SampledTokens(
@@ -80,10 +93,12 @@ class Request:
             num_cached_tokens=0 if self.has_sent else self.num_cached,
             kept_ids=tuple(self.unsent_kept),
             raw_logprobs=tuple(self.unsent_raw),
+            routing=tuple(blobs_of(self.unsent_routing)),
         )
         self.has_sent = True
         for unsent in (self.unsent_ids, self.unsent_logprobs, self.unsent_kept, self.unsent_raw):
             unsent.clear()
+        self.unsent_routing.clear()
         return piece
 
     def ending_among(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
@@ -165,6 +180,11 @@ def checked_prompt(
         raise EngineRequestError(
             f"num_sampled_before={sampling.num_sampled_before} are to be the end of a prompt that has "
             f"{len(prompt_ids)} tokens; send them with it"
+        )
+    if (sampling.returns_routing_from or 0) >= len(prompt_ids):
+        raise EngineRequestError(
+            f"returns_routing_from={sampling.returns_routing_from} lies behind a prompt of {len(prompt_ids)} tokens, "
+            f"whose last one draws the first token; ask from {len(prompt_ids) - 1} on at most"
         )
     needed = len(prompt_ids) + sampling.max_new_tokens
     if needed > max_context_tokens:

@@ -5,9 +5,10 @@ record by name. Encoding and decoding follow the dataclasses' annotations, so th
 from the day it exists, and a key that the other side does not know is refused and never dropped.
 
 Numbers come back bit for bit: floats are written with the fewest digits that name them, and infinities
-and NaN, which JSON does not have, as strings.
+and NaN, which JSON does not have, as strings. Bytes are base64.
 """
 
+import base64
 import dataclasses
 import math
 import types
@@ -28,7 +29,7 @@ from longarc.errors import (
     LongArcError,
     WeightsRefusedError,
 )
-from longarc.records.sampling import Sampling, WeightSource
+from longarc.records.sampling import RoutingReplay, Sampling, WeightSource
 
 PROTOCOL_VERSION = 1
 """Sent in the header below by both sides; unequal versions do not talk."""
@@ -62,6 +63,8 @@ class EngineDescription:
     """Engines behind the address, addressed by 0 .. num_ranks - 1."""
     weight_quantisation: WeightQuantisation = "none"
     """How the weights are rounded that it samples with."""
+    records_routing: RoutingReplay = "none"
+    """What of the routing of tokens it returns to who asks."""
     cache_quantisation: CacheQuantisation = "none"
     """How the rows of its cache are."""
 
@@ -148,6 +151,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else repr(value)
     if value is None or isinstance(value, int | str):
         return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -178,6 +183,8 @@ def from_plain(kind: Any, raw: Any, *, where: str = "") -> Any:
         return _one_of_these(get_args(kind), raw, where)
     if kind is float:
         return _float(raw, where)
+    if kind is bytes:
+        return _bytes(raw, where)
     if kind is Any or (
         origin is not None and issubclass(origin, Mapping) and isinstance(raw, dict)
     ):
@@ -245,6 +252,13 @@ def _tuple(items: tuple[Any, ...], raw: list[Any], where: str) -> tuple[Any, ...
     if len(items) != len(raw):
         raise EngineRequestError(f"{where}: {len(raw)} items, expected {len(items)}")
     return tuple(from_plain(kind, item, where=where) for kind, item in zip(items, raw, strict=True))
+
+
+def _bytes(raw: Any, where: str) -> bytes:
+    try:
+        return base64.b64decode(raw, validate=True)
+    except (TypeError, ValueError) as error:
+        raise EngineRequestError(f"{where}: {str(raw)[:80]!r} is not base64: {error}") from error
 
 
 def _float(raw: Any, where: str) -> float:

@@ -4,6 +4,7 @@
 
     POST   /admin/sessions                    mint a key          GET  /admin/sessions      what there is
     GET    /admin/sessions/{id}/segments      JSON lines, one a segment, in order
+    GET    /admin/sessions/{id}/trajectory[?format=atif]    all of it: conversation, turns and segments
     DELETE /admin/sessions/{id}[?turns=delete]    revoke the key; the turns stay unless they are to go too
     POST   /admin/weights                     let the engines load a file
     GET    /metrics                           Prometheus, without a key: it holds no names and no text
@@ -38,6 +39,8 @@ from longarc.gateway.durable import DurableSessions, SessionSpec
 from longarc.gateway.meter import CONTENT_TYPE, Meter
 from longarc.gateway.wire import WireError, unauthorized
 from longarc.records.sampling import MAX_SEED, WeightSource
+from longarc.runs.atif import trajectory_to_atif
+from longarc.runs.record_json import to_json_line, trajectory_to_json
 
 _MAX_BODY_BYTES = 1 << 16
 
@@ -113,6 +116,7 @@ class AdminDoor:
             Route("/admin/sessions", self._guarded(self._list), methods=["GET"]),
             Route(one, self._guarded(self._revoke), methods=["DELETE"]),
             Route(f"{one}/segments", self._guarded(self._segments), methods=["GET"]),
+            Route(f"{one}/trajectory", self._guarded(self._trajectory), methods=["GET"]),
             Route("/admin/weights", self._guarded(self._weights), methods=["POST"]),
             Route("/metrics", self._metrics, methods=["GET"]),
         ]
@@ -195,6 +199,14 @@ class AdminDoor:
         segments = self._sessions.segments(request.path_params["session_id"])
         lines = b"".join(orjson.dumps(segment) + b"\n" for segment in segments)
         return Response(lines, media_type="application/x-ndjson")
+
+    async def _trajectory(self, request: Request) -> Response:
+        form = request.query_params.get("format", "jsonl")
+        if form not in ("jsonl", "atif"):
+            raise WireError(400, f"format={form[:40]!r} has to be jsonl or atif", param="format")
+        trajectory = self._sessions.trajectory(request.path_params["session_id"])
+        to_json = trajectory_to_atif if form == "atif" else trajectory_to_json
+        return Response(f"{to_json_line(to_json(trajectory))}\n", media_type="application/json")
 
     async def _weights(self, request: Request) -> Response:
         asked = await _body(request, _Weights)

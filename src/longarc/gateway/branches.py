@@ -67,6 +67,7 @@ def turns_of(tree: SessionTree, placed: Sequence[Place]) -> tuple[Turn, ...]:
                 answer=node.message,
                 finish_reason=node.finish_reason,
                 elapsed_s=node.asked.elapsed_s,
+                tools=node.asked.tools if node.parent is None else (),
             )
         )
     return tuple(turns)
@@ -111,6 +112,7 @@ def _segment(
     logprobs: list[float] = []
     versions: list[int] = []
     kept: list[tuple[int, ...]] = []
+    routing: list[bytes] = []
     for node in tree.path(tip):
         num_context, num_sampled = len(node.context_ids), len(node.sampled_ids)
         is_trained = owner[node.index] == order and place.kind is not SegmentKind.SIDE
@@ -118,6 +120,7 @@ def _segment(
         train_mask += [False] * num_context + [is_trained] * num_sampled
         logprobs += [0.0] * num_context + node.logprobs.tolist()
         kept += [()] * num_context + list(node.kept_ids or [()] * num_sampled)
+        routing += node.routing
         versions += [NOT_SAMPLED] * num_context
         for version, length in node.version_runs:
             versions += [version] * length
@@ -128,6 +131,8 @@ def _segment(
         behaviour_logprobs=tuple(logprobs),
         policy_versions=tuple(versions),
         kept_ids=tuple(kept) if any(kept) else None,
+        # Of the last token nobody knows yet.
+        routing=(*routing, b"") if routing else None,
         kind=place.kind,
         order=order,
         parent=parent,

@@ -4,6 +4,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from longarc.errors import ContractError, EngineError
 from longarc.gateway.tree import id_array
@@ -22,6 +23,9 @@ class Completion:
     finish_reason: FinishReason
     kept_ids: tuple[tuple[int, ...], ...] = ()
     """Of each id, what it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
+    routing: tuple[bytes, ...] = ()
+    """Of each position from ``sampling.returns_routing_from`` to the one that drew the last id; empty where nobody
+    asked."""
 
 
 async def collect(
@@ -62,7 +66,16 @@ async def collect(
         close = getattr(stream, "aclose", None)
         if close is not None:
             await close()
-    return _joined(pieces, session_id=session_id)
+    completion = _joined(pieces, session_id=session_id)
+    first = sampling.returns_routing_from
+    num_drawing = len(prompt_ids) + len(completion.sampled_ids) - 1
+    expected = 0 if first is None else num_drawing - first
+    if len(completion.routing) != expected:
+        raise ContractError(
+            f"session {session_id}: the engine said of {len(completion.routing)} positions what they were routed to, "
+            f"asked was {expected} (returns_routing_from={first}); it has to say it of each"
+        )
+    return completion
 
 
 def _joined(pieces: Sequence[SampledTokens], *, session_id: str) -> Completion:
@@ -109,4 +122,5 @@ def _joined(pieces: Sequence[SampledTokens], *, session_id: str) -> Completion:
         version_runs=tuple(runs),
         finish_reason=finish_reason,
         kept_ids=tuple(kept) if any(kept) else (),
+        routing=tuple(chain.from_iterable(piece.routing for piece in pieces)),
     )

@@ -9,17 +9,25 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from longarc.errors import ConfigError, LongArcError, ResourceError
 from longarc.gateway.budget import SessionBudget
 from longarc.gateway.core import Gateway
+from longarc.gateway.recorded import recorded
 from longarc.gateway.session import GatewaySession
 from longarc.gateway.turn_files import SessionHead, TurnFiles, check_session_id
 from longarc.gateway.wire import WireError, as_wire, not_found, unauthorized
+from longarc.records.outcome import Outcome
 from longarc.records.sampling import Sampling
 from longarc.records.segment import Segment
+from longarc.records.trajectory import Trajectory
+
+STAGE = "gateway"
+"""What trajectories of a gateway alone call their stage."""
+Read = TypeVar("Read")
 
 _log = logging.getLogger(__name__)
 
@@ -169,13 +177,26 @@ class DurableSessions:
             WireError: 404, there is no such session.
             ContractError: its file is damaged.
         """
+        return self._read(session_id, GatewaySession.segments)
+
+    def trajectory(self, session_id: str) -> Trajectory:
+        """Return all that the session has so far: conversation, turns and segments. Its start is not known.
+
+        Raises:
+            WireError: 404, there is no such session.
+            ContractError: its file is damaged.
+        """
+        return self._read(session_id, _recorded)
+
+    def _read(self, session_id: str, what: Callable[[GatewaySession], Read]) -> Read:
+        """Return something of a session; one that is revoked is brought back for the while."""
         entry = self._entry(session_id)
         if not entry.is_closed:
-            return self._resident(entry).segments()
+            return what(self._resident(entry))
         session = self._restored(entry)
-        segments = session.segments()
+        found = what(session)
         self._gateway.drop(session)
-        return segments
+        return found
 
     def states(self) -> Iterator[SessionState]:
         """Yield all sessions, in the order of their names."""
@@ -216,6 +237,17 @@ class DurableSessions:
             max_context_tokens=head.max_context_tokens,
             budget=head.budget,
         )
+
+
+def _recorded(session: GatewaySession) -> Trajectory:
+    turns = session.turns()
+    return recorded(
+        session,
+        stage=STAGE,
+        outcome=Outcome.COMPLETED,
+        started_at_s=0.0,
+        duration_s=turns[-1].elapsed_s if turns else 0.0,
+    )
 
 
 def _digest(key: str) -> bytes:

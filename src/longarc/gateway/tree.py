@@ -53,6 +53,9 @@ class Node:
     """Digest of all ids from the root to the end of this turn."""
     kept_ids: tuple[tuple[int, ...], ...] = ()
     """Of each sampled id, the ids it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
+    routing: tuple[bytes, ...] = ()
+    """What tokens were routed to: of the parent's last one, of the context, and of the sampled ones but the last, which
+    a continuation has. Empty where nobody asked."""
     serial: int = -1
     """Number of the request, of which seeds and call ids are made; -1 where it is the index."""
     request: bytes = b""
@@ -251,7 +254,8 @@ def _num_bytes(node: Node) -> int:
     num_chars = len(node.message.content) + len(node.message.reasoning or "")
     if node.asked is not None:
         num_chars += sum(len(message.content) for message in node.asked.said)
-    return _NODE_BYTES + 4 * num_ids + 8 * len(node.sampled_ids) + num_chars
+    num_routing = sum(map(len, node.routing))
+    return _NODE_BYTES + 4 * num_ids + 8 * len(node.sampled_ids) + num_chars + num_routing
 
 
 def _same_call_ids(stored: Message, echoed: Message) -> bool:

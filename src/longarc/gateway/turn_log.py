@@ -3,13 +3,15 @@
 A payload is UTF-8 JSON with the fields of ``tree.Node``: arrays as lists, digests in hexadecimal,
 log-probabilities in the shortest form that reads back as the same double, the answer as an object of
 ``content``, ``reasoning`` and ``tool_calls`` (lists of id, name, arguments as JSON text, error), and
-``format``, which is 1. ``kept_ids`` is there only where sampling left tokens out, ``serial``, ``request`` and ``body``
+``format``, which is 1. ``kept_ids`` is there only where sampling left tokens out, ``routing`` (base64)
+only where it was asked for, ``serial``, ``request`` and ``body``
 where they were given, and ``asked`` where the client owns its context; a payload without them has the bytes it
 always had. It is written before the answer is returned, so whatever a client saw is in the log.
 """
 
 import json
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Final, TypeAlias
@@ -57,6 +59,8 @@ def encode_turn(node: Node) -> bytes:
     }
     if node.kept_ids:
         head["kept_ids"] = node.kept_ids
+    if node.routing:
+        head["routing"] = [b64encode(blob).decode("ascii") for blob in node.routing]
     if node.serial not in (-1, node.index):
         head["serial"] = node.serial
     if node.request:
@@ -94,6 +98,7 @@ def decode_turn(payload: bytes) -> Node:
             finish_reason=data["finish_reason"],
             ids_digest=bytes.fromhex(data["ids_digest"]),
             kept_ids=tuple(tuple(ids) for ids in data.get("kept_ids", ())),
+            routing=tuple(map(b64decode, data.get("routing", ()))),
             serial=data.get("serial", data["index"]),
             request=bytes.fromhex(data.get("request", "")),
             body=bytes.fromhex(data.get("body", "")),

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longarc.algos.fp8 import fp8_rounded_rows
 from longarc.errors import ContractError
+from longarc.models.room import room_for_rows
+from longarc.models.routed_rows import RoutedRows, RoutedTokens, RoutingShape
 
 PAGE_TOKENS = 64
 """Positions of a page where nobody asks for another number."""
@@ -109,6 +112,7 @@ class PagedCache:
         if shape.num_pages is None:
             self.page_table[:] = torch.arange(shape.total_pages).view(self.page_table.shape)
         self._pages = self.page_table.numpy()
+        self._routed: RoutedRows | None = None
 
     def table(self, name: str, layer: int) -> Float[Tensor, "rows width"]:
         """Return all rows of one kind in one layer, page after page."""
@@ -122,7 +126,42 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all rows [bytes]."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        return sum(rows.nbytes for rows in self._rows.values()) + self._routing_bytes
+
+    @property
+    def _routing_bytes(self) -> int:
+        return 0 if self._routed is None else self._routed.num_bytes
+
+    @property
+    def routed(self) -> RoutedRows | None:
+        """What the tokens of the rows were routed to; None where nobody asked."""
+        return self._routed
+
+    def keep_routing(self, shape: RoutingShape) -> None:
+        """From now on keep what each new token is routed to, beside its rows.
+
+        Called once, while there is nothing in the cache.
+
+        Raises:
+            ResourceError: there is no memory for it.
+        """
+        with room_for_rows(self.num_rows):
+            self._routed = RoutedRows(shape, self.num_rows)
+
+    def routing_of(self, slot: int, start: int, stop: int) -> RoutedTokens:
+        """Return what positions ``start`` to ``stop`` of a slot were routed to.
+
+        Raises:
+            ContractError: it is not kept.
+        """
+        if self._routed is None:
+            raise ContractError(
+                "the cache does not keep what tokens are routed to; call keep_routing before its first token"
+            )
+        size = self.shape.page_tokens
+        positions = np.arange(start, stop)
+        rows = self._pages[slot][positions // size] * size + positions % size
+        return self._routed.take(rows, start)
 
     @property
     def can_branch(self) -> bool:
@@ -180,6 +219,12 @@ class PagedCache:
         source, target = source_page * size, target_page * size
         for rows in self._rows.values():
             rows[:, target : target + count] = rows[:, source : source + count]
+        self._copy_routing(source_page, target_page, count)
+
+    def _copy_routing(self, source_page: int, target_page: int, count: int) -> None:
+        if self._routed is not None:
+            size = self.shape.page_tokens
+            self._routed.copy(source_page * size, target_page * size, count)
 
     def copy_prefix(self, source_slot: int, target_slot: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot to the pages of another, in all layers.

@@ -331,6 +331,7 @@ class Decoder(nn.Module):
             positions.extend(range(start, start + count))
         plan = AttentionPlan.of_cache(cache, slots, starts, counts, device=token_ids.device)
         backend = backend_for(self.output_weight)
+        record = None if cache.routed is None else RoutingRecord()
         step = Pass(
             rotation=self.rotation(self._padded(torch.tensor(positions))),
             num_tokens=num_tokens,
@@ -340,8 +341,11 @@ class Decoder(nn.Module):
             key_lists=self._key_lists(plan, cache.num_rows, backend),
             cache=cache,
             cache_rows=plan.own_rows(token_ids.device),
+            record=record,
         )
         hidden, *_ = self.model(self._padded(token_ids), step)
+        if record is not None and cache.routed is not None and step.cache_rows is not None:
+            cache.routed.put(step.cache_rows.cpu().numpy(), record.routing())
         new_hidden: Tensor = hidden[:num_tokens]
         return new_hidden[torch.tensor(counts).cumsum(0) - 1] if ends_only else new_hidden
 

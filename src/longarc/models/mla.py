@@ -138,7 +138,7 @@ class SparseLatentAttention(nn.Module):
             selected_NS = (
                 indexer.select(rows, table, step)
                 if given_NS is None
-                else step.plan.rows_at(given_NS)
+                else step.plan.rows_at(given_NS.long())
             )
             if step.record is not None:
                 step.record.keys[self._layer] = step.plan.positions_of(selected_NS)

@@ -102,6 +102,15 @@ class SingleQueries:
         rows = self.key_rows.gather(1, positions.clamp_min(0))
         return rows.masked_fill_(positions == NO_KEY, NO_KEY)
 
+    def positions_of(self, rows: Int[Tensor, "batch S"]) -> Int[Tensor, "batch S"]:
+        """Translate rows of the table that each token sees to positions in its sequence; NO_KEY stays."""
+        # What lies behind a sequence's last position may be a row of it as well.
+        largest = torch.iinfo(self.key_rows.dtype).max
+        seen = self.key_rows.masked_fill(self.hidden_keys(), largest)
+        ordered, position = seen.sort(dim=1)
+        found = torch.searchsorted(ordered, rows.clamp_min(0)).clamp_max(position.shape[1] - 1)
+        return position.gather(1, found).masked_fill_(rows == NO_KEY, NO_KEY)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -195,7 +204,7 @@ class AttentionPlan:
         return rows_NS
 
     def positions_of(self, rows_NS: Int[Tensor, "N S"]) -> Int[Tensor, "N S"]:
-        """Translate rows that queries see to positions in their sequences; NO_KEY stays. For passes without a cache."""
+        """Translate rows that queries see to positions in their sequences; NO_KEY stays."""
         positions_NS = torch.full_like(rows_NS, NO_KEY)
         for run in self.runs:
             seen = run.key_row_list().to(rows_NS.device)
@@ -203,6 +212,10 @@ class AttentionPlan:
             position_R = torch.full((int(seen.max()) + 2,), NO_KEY, device=rows_NS.device)
             position_R[seen] = torch.arange(len(seen), device=rows_NS.device)
             positions_NS[run.queries] = position_R[rows_NS[run.queries]]
+        if self.singles is not None:
+            positions_NS[self.singles.queries] = self.singles.positions_of(
+                rows_NS[self.singles.queries]
+            )
         return positions_NS
 
     def own_rows(self, device: torch.device) -> Int[Tensor, " tokens"]:

@@ -81,13 +81,18 @@ class Replay:
         )
 
 
+def routes(config: ModelConfig) -> bool:
+    """Whether the routing of a model can be recorded and replayed: it has some, and in layers of its own."""
+    return isinstance(config, GlmMoeDsaConfig) and not isinstance(config, GlmHybridConfig)
+
+
 def check_routes(config: ModelConfig) -> None:
     """Refuse a model whose routing is neither recorded nor replayed.
 
     Raises:
         ContractError: the model has none, or it is inside layers of another library.
     """
-    if not isinstance(config, GlmMoeDsaConfig) or isinstance(config, GlmHybridConfig):
+    if not routes(config):
         raise ContractError(
             f"the routing of a {config.family} model cannot be recorded or replayed, only that of glm_moe_dsa; "
             f"leave it out"

@@ -1,11 +1,18 @@
 """From finished rollouts to a group that can be trained, or to the reason why it cannot."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from statistics import fmean
 
-from longarc.algos.filters import is_stale, is_zero_variance, repair_group
+from longarc.algos.filters import (
+    is_in_difficulty_window,
+    is_stale,
+    is_zero_variance,
+    repair_group,
+)
 from longarc.records.outcome import Disposition, OutcomeFamily
 from longarc.records.trajectory import Group, Trajectory
 
@@ -37,15 +44,17 @@ def settle(
     dynamic_sampling: bool,
     trainer_version: int,
     max_lag_steps: int,
+    min_mean_reward: float | None = None,
+    max_mean_reward: float | None = None,
 ) -> Settled:
     """Decide what of a complete group is trained by a step that starts at ``trainer_version``.
 
     Members that failed through their environment, were cancelled, or are stale are excluded. With
     more than half of the group left, the others are repeated round-robin to the size of the group;
     otherwise the group is dropped. With ``dynamic_sampling`` a group whose rewards are all alike is
-    dropped as well.
+    dropped as well, and so is one whose mean reward is below or above what is wanted.
 
-    Source: GLM-5 (arXiv:2602.15763), section 4.1.2 (staleness, crashes, group rule).
+    Source: GLM-5 (arXiv:2602.15763), section 4.1.2 (staleness, crashes, group rule), section 3.2 (difficulty).
     """
     fates: dict[str, Fate] = {}
     for member in members:
@@ -62,6 +71,12 @@ def settle(
         return _dropped(members, fates, (Disposition.GROUP_DROPPED, "no token to train"))
     if dynamic_sampling and is_zero_variance(_rewards(members[index] for index in valid)):
         return _dropped(members, fates, (Disposition.ZERO_VARIANCE, None))
+    low = -math.inf if min_mean_reward is None else min_mean_reward
+    high = math.inf if max_mean_reward is None else max_mean_reward
+    rewards = _rewards(members[index] for index in valid)
+    if rewards and not is_in_difficulty_window(rewards, low=low, high=high):
+        reason = f"difficulty: mean reward {fmean(rewards):g} is not from {low:g} to {high:g}"
+        return _dropped(members, fates, (Disposition.FILTERED, reason))
 
     counts = Counter(repaired)
     first = members[0]

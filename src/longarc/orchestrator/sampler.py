@@ -210,6 +210,8 @@ class Sampler:
             dynamic_sampling=self._config.dynamic_sampling,
             trainer_version=self.trainer_version,
             max_lag_steps=self._config.max_lag_steps,
+            min_mean_reward=self._config.min_mean_reward,
+            max_mean_reward=self._config.max_mean_reward,
         )
         if group.settled.group is not None:
             return

@@ -11,11 +11,17 @@ from longarc.config.stages import (
     SftConfig,
     TaskShare,
 )
-from longarc.data.sft import ExpertShare, conversation_document, conversations
+from longarc.data.sft import (
+    ExpertShare,
+    RecordedExpert,
+    check_recorded,
+    conversation_document,
+    conversations,
+)
 from longarc.pipeline.preflight import expert
 from longarc.pipeline.supervised import Documents, config_total
 from longarc.pipeline.text import StepDocuments, corpus_texts, document_stream
-from longarc.pipeline.workspace import Workspace, task_family
+from longarc.pipeline.workspace import Workspace, family_object
 from longarc.tokens.chat_format import ChatFormat
 from longarc.trainer.packing import Document
 
@@ -30,7 +36,7 @@ def experts_of(
     """
     return {
         name: ExpertShare(
-            expert=expert(stage, name, task_family(workspace.recipe, name, share)),
+            expert=expert(stage, name, family_object(workspace.recipe, name, share)),
             share_frac=share.share_frac,
         )
         for name, share in tasks.items()
@@ -134,7 +140,14 @@ class StepConversations:
             max_tokens: a longer demonstration is an error [tokens].
             first: number of the first demonstration, behind those of earlier stages.
             seed: of the mixture.
+
+        Raises:
+            ConfigError: recorded conversations are too long; those that an expert makes are looked at when
+                their turn comes.
         """
+        for name, share in experts.items():
+            if isinstance(share.expert, RecordedExpert):
+                check_recorded(name, share.expert, chat_format, max_tokens=max_tokens)
         self._experts = experts
         self._format = chat_format
         self._per_step = conversations_per_step

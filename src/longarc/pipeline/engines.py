@@ -4,18 +4,22 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from longarc.config.engine import ENGINE_KEY, EngineConfig
 from longarc.config.model import ModelConfig
 from longarc.engine.embedded import EmbeddedEngine
+from longarc.engine.line_client import MAX_LINE_BYTES
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
 from longarc.engine.stop_strings import TokenBytes
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError, EngineLostError
+from longarc.models.routed_rows import RoutingShape
 from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
-from longarc.records.sampling import WeightSource
+from longarc.records.sampling import RoutingReplay, WeightSource
+from longarc.runs.disk import size_text
 
 _WEIGHTS = "model.safetensors"
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -30,6 +34,7 @@ def embedded_engine(
     num_threads: int,
     seed: int,
     token_bytes: TokenBytes | None = None,
+    records_routing: RoutingReplay = "none",
 ) -> EmbeddedEngine:
     """Return an engine in this process over a checkpoint's model, which is its own from now on.
 
@@ -42,6 +47,7 @@ def embedded_engine(
             on, so never more than there are cores, which changes no number.
         seed: of requests without one.
         token_bytes: what stop strings are looked for in; None refuses them.
+        records_routing: what of the routing of tokens requests may ask for.
     """
     return EmbeddedEngine(
         loaded.model,
@@ -51,6 +57,7 @@ def embedded_engine(
         attention=loaded.attention,
         seed=seed,
         token_bytes=token_bytes,
+        records_routing=records_routing,
     )
 
 
@@ -109,7 +116,12 @@ def raise_failure(engines: Sequence[Engine]) -> None:
 
 @asynccontextmanager
 async def engine_servers(
-    config: EngineConfig, loaded: Loaded, *, max_context_tokens: int, seed: int
+    config: EngineConfig,
+    loaded: Loaded,
+    *,
+    max_context_tokens: int,
+    routing_replay: RoutingReplay,
+    seed: int,
 ) -> AsyncIterator[Engine]:
     """Open the router over the recipe's servers, all of which have the checkpoint's weights then.
 
@@ -117,10 +129,12 @@ async def engine_servers(
         config: names the servers.
         loaded: the checkpoint.
         max_context_tokens: what the stage needs [tokens].
+        routing_replay: what of the routing the stage replays.
         seed: of requests without one.
 
     Raises:
-        ConfigError: the key is missing or wrong, or a server has another model, attention or too little room.
+        ConfigError: the key is missing or wrong, or a server has another model, attention or too little room, or does
+            not record what the stage replays.
         EngineLostError: a server does not answer.
         WeightsRefusedError: the servers cannot load the checkpoint's weights.
     """
@@ -129,6 +143,7 @@ async def engine_servers(
         raise ConfigError(
             f"engine.servers needs the key that the servers were started with; give it in {ENGINE_KEY}"
         )
+    _check_routing_fits(loaded, routing_replay, max_context_tokens)
     async with AsyncExitStack() as opened:
         engines: dict[str, Engine] = {}
         for address in config.servers:
@@ -142,6 +157,13 @@ async def engine_servers(
                     f"of engine.servers. One that is lost later is done without"
                 ) from error
             _check(address, described, loaded, config, max_context_tokens=max_context_tokens)
+            if routing_replay not in ("none", described.records_routing):
+                raise ConfigError(
+                    f"{address} records_routing={described.records_routing!r}, the stage replays {routing_replay!r} "
+                    f"(rollout.routing_replay); start it with --records-routing {routing_replay}"
+                )
+            # Started anew it may record more or less than now, but not less than is asked for.
+            described = replace(described, records_routing=routing_replay)
             ranks = [first]
             for rank in range(1, described.num_ranks):
                 another = RemoteEngine(address, api_key=key, rank=rank)
@@ -157,6 +179,24 @@ async def engine_servers(
             policy_version=loaded.manifest.policy_version,
         )
         yield router
+
+
+def _check_routing_fits(
+    loaded: Loaded, routing_replay: RoutingReplay, max_context_tokens: int
+) -> None:
+    """Refuse routing of which a server could not say that of a whole context in one piece."""
+    shape = RoutingShape.of(loaded.model.config, routing_replay, attention=loaded.attention)
+    if shape is None:
+        return
+    # Base64 in quotes, and a comma.
+    longest = sum(-(-shape.blob_bytes(i) // 3) * 4 + 3 for i in range(max_context_tokens))
+    if longest > MAX_LINE_BYTES:
+        less = " replay 'experts'," if shape.num_indexers and shape.num_expert_layers else ""
+        raise ConfigError(
+            f"rollout.routing_replay={routing_replay!r}: the routing of rollout.max_context_tokens={max_context_tokens} "
+            f"can take {size_text(longest)}, but an engine server sends {size_text(MAX_LINE_BYTES)} at once at most;"
+            f"{less} shorten the context, or sample in the run's own process (no engine.servers)"
+        )
 
 
 def _check(

@@ -27,6 +27,7 @@ from longarc.errors import ResourceError
 from longarc.models.decoder_base import Decoder
 from longarc.models.kernels.native import native
 from longarc.models.room import available_bytes
+from longarc.models.routed_rows import RoutingShape
 from longarc.runs.disk import size_text
 
 _log = logging.getLogger(__name__)
@@ -151,6 +152,14 @@ def _of_engine(
         fix="lower engine.cache_tokens",
         is_certain=rows > _ADDRESSABLE_BYTES,
     )
+    routing = engine.cache_tokens * routing_bytes_per_token(model, stage)
+    if routing:
+        yield Need(
+            what="the routing beside it",
+            num_bytes=routing,
+            fix="lower engine.cache_tokens, or replay less (rollout.routing_replay)",
+            is_certain=routing > _ADDRESSABLE_BYTES,
+        )
 
 
 def _moments(optimizer: OptimizerConfig) -> int:
@@ -166,6 +175,14 @@ def cache_bytes_per_token(model: Decoder, engine: EngineConfig) -> int:
     if engine.num_speculative_tokens:
         num_values += sum(widths.values()) + model.config.hidden_size
     return _FLOAT_BYTES * num_values
+
+
+def routing_bytes_per_token(model: Decoder, stage: StageConfig) -> int:
+    """Return what the engine keeps beside a token's rows so that the trainer can replay its routing [bytes]."""
+    if not isinstance(stage, RlConfig | DistillConfig):
+        return 0
+    shape = RoutingShape.of(model.config, stage.rollout.routing_replay, attention="sparse")
+    return 0 if shape is None else shape.row_bytes
 
 
 def activation_bytes_per_token(model: Decoder, activations: ActivationConfig) -> int:

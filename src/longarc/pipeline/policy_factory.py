@@ -1,19 +1,24 @@
 """Builds a policy trainer from plain data, here or in a process of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final
 
-from longarc.algos.advantages import group_advantages
-from longarc.algos.protocols import PolicyLoss
+import torch
+from torch import Tensor
+
+from longarc.algos.advantages import group_advantages, rloo_advantages
+from longarc.algos.protocols import AdvantageFn, PolicyLoss
 from longarc.config.load_object import load_object
-from longarc.config.stages import LossConfig
+from longarc.config.stages import Advantage, LossConfig, OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.models.decoder_base import Decoder
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.workspace import load_checkpoint
+from longarc.records.sampling import RoutingReplay
+from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 
@@ -35,9 +40,15 @@ class PolicyTrainerSpec:
     temperature: float
     router_bias_rate: float
     num_threads: int
-    advantage: Literal["std", "mean"] = "std"
+    advantage: Advantage = "std"
+    running_mean_window: int = 128
+    """Rewards of each family that the advantage ``running_mean`` compares with [rollouts]."""
+    overlong: OverlongConfig | None = None
+    """What long rollouts lose of their reward."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing is replayed."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
 
@@ -67,11 +78,14 @@ def build_policy_trainer(
             reduction=spec.loss.reduction,
             loss_settings=spec.loss.settings,
             router_bias_rate=spec.router_bias_rate,
+            routing_replay=spec.routing_replay,
+            normalises_batch=spec.advantage in _NORMALISED,
+            overlong=spec.overlong,
         ),
         loss=loss,
         publish_directory=spec.publish_directory,
         teachers=_teachers(spec.teachers) if spec.teachers else None,
-        advantage_fn=partial(group_advantages, normalise=spec.advantage),
+        advantage_fn=baseline(spec),
         policy_version=loaded.manifest.policy_version,
         gradients=gradients or in_this_process,
         num_update_threads=spec.num_threads,
@@ -79,6 +93,29 @@ def build_policy_trainer(
     if spec.resume_checkpoint is not None:
         trainer.load(spec.resume_checkpoint)
     return trainer
+
+
+_NORMALISED: Final = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def baseline(spec: PolicyTrainerSpec) -> AdvantageFn | RunningBaselines:
+    """Return what the rewards of a group are compared with."""
+    match spec.advantage:
+        case "std":
+            return group_advantages
+        case "mean" | "reinforce_plus_plus_baseline":
+            return partial(group_advantages, normalise="mean")
+        case "leave_one_out":
+            return rloo_advantages
+        case "running_mean":
+            return RunningBaselines(spec.running_mean_window)
+        case "reinforce_plus_plus":
+            return _rewards_themselves
+
+
+def _rewards_themselves(rewards: Sequence[float] | Tensor) -> Tensor:
+    """Compare with nobody; the step is normalised as a whole afterwards."""
+    return torch.as_tensor(rewards, dtype=torch.float64)
 
 
 def _teachers(checkpoints: Mapping[str, str]) -> dict[str, Decoder]:

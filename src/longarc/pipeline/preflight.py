@@ -3,7 +3,6 @@
 An hour of training is a bad moment to learn that the loss of the next stage is misspelt.
 """
 
-import inspect
 import os
 import pickle
 from pathlib import Path
@@ -13,13 +12,11 @@ from longarc.config.cache_rounding import check_can_round_cache
 from longarc.config.coherence import check_model_fits
 from longarc.config.drafts import check_can_draft
 from longarc.config.engine_clients import servers_of
-from longarc.config.load_object import load_object
 from longarc.config.model import ModelConfig
 from longarc.config.recipe import InitialCheckpoint, Recipe
 from longarc.config.stages import (
     DistillConfig,
     EvalConfig,
-    LossConfig,
     RlConfig,
     SftConfig,
     takes_turns,
@@ -33,8 +30,9 @@ from longarc.models.hf_config import computing_in
 from longarc.models.hf_files import TensorFiles
 from longarc.models.hf_weights import pretrained_config
 from longarc.models.offload import check_directory
+from longarc.pipeline.loss_trial import check_loss
 from longarc.pipeline.memory_needs import check_stages_fit
-from longarc.pipeline.workspace import check_fits, rollout_family, task_family
+from longarc.pipeline.workspace import check_fits, family_object, rollout_family
 from longarc.tokens.tokenizer import Tokenizer
 
 
@@ -61,14 +59,14 @@ def check_recipe(recipe: Recipe, *, is_new: bool) -> None:
         if isinstance(stage, SftConfig | RlConfig | DistillConfig | EvalConfig):
             for family_name, share in stage.tasks.items():
                 if isinstance(stage, SftConfig):
-                    expert(name, family_name, task_family(recipe, family_name, share))
+                    expert(name, family_name, family_object(recipe, family_name, share))
                 else:
                     rollout_family(recipe, family_name, share)
         elif stage.demonstrations is not None:
             for family_name, share in stage.demonstrations.tasks.items():
-                expert(name, family_name, task_family(recipe, family_name, share))
+                expert(name, family_name, family_object(recipe, family_name, share))
         if isinstance(stage, RlConfig | DistillConfig):
-            loss = _check_loss(name, stage.loss)
+            loss = check_loss(name, stage)
             if recipe.threads > 1 and takes_turns(stage):
                 _check_can_be_shared(name, stage.loss.path, loss)
 
@@ -169,22 +167,6 @@ def _check_initial(recipe: Recipe, initial: InitialCheckpoint) -> ModelConfig:
     except ValueError as error:
         raise ConfigError(f"initial.path = {initial.path!r}: {error}") from error
     return model
-
-
-def _check_loss(stage: str, config: LossConfig) -> PolicyLoss:
-    loss: PolicyLoss = load_object(config.path, kind=PolicyLoss)
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):
-        return loss  # compiled code has none; a wrong setting will show at the first step
-    try:
-        signature.bind(None, **config.settings)
-    except TypeError as error:
-        raise ConfigError(
-            f"stage {stage!r}: loss {config.path!r} does not take settings {config.settings}: {error}. "
-            f"Its signature is {signature}"
-        ) from error
-    return loss
 
 
 def _check_can_be_shared(stage: str, path: str, loss: PolicyLoss) -> None:

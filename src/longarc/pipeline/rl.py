@@ -160,6 +160,7 @@ async def serving(
             config,
             loaded,
             max_context_tokens=rollout.max_context_tokens,
+            routing_replay=rollout.routing_replay,
             seed=workspace.recipe.seed,
         )
     else:
@@ -171,6 +172,7 @@ async def serving(
             num_threads=num_threads,
             seed=workspace.recipe.seed,
             token_bytes=workspace.tokenizer().token_bytes,
+            records_routing=rollout.routing_replay,
         )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
     try:
@@ -197,6 +199,7 @@ def sampling_of(rollout: RolloutConfig, gateway: Gateway) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         returns_kept_ids=True,
+        returns_routing_from=None if rollout.routing_replay == "none" else 0,
         on_update=rollout.on_update,
         stop_ids=gateway.chat_format.stop_ids,
     )
@@ -240,11 +243,18 @@ def trainer_spec(
         activations=config.activations,
         temperature=config.rollout.temperature,
         router_bias_rate=0.0,
+        routing_replay=config.rollout.routing_replay,
         num_threads=recipe.threads if takes_turns(config) else recipe.trainer_threads,
         teachers=teachers,
     )
     if isinstance(config, RlConfig):
-        spec = replace(spec, advantage=config.advantage, router_bias_rate=config.router_bias_rate)
+        spec = replace(
+            spec,
+            advantage=config.advantage,
+            running_mean_window=config.running_mean_window or spec.running_mean_window,
+            overlong=config.overlong,
+            router_bias_rate=config.router_bias_rate,
+        )
     return spec
 
 

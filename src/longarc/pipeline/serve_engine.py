@@ -29,6 +29,7 @@ from longarc.pipeline.workspace import (
     Attention,
     load_checkpoint,
 )
+from longarc.records.sampling import RoutingReplay
 from longarc.runs.directory import RunDirectory
 from longarc.tokens.tokenizer import Tokenizer
 
@@ -54,6 +55,8 @@ class EngineServerSettings:
     """Engines side by side, each with its own copy of the model and its share of the cores."""
     max_context_tokens: int | None
     """Longest prompt and completion together [tokens]; None = what the model can, at most 4096."""
+    records_routing: RoutingReplay
+    """What of the routing of tokens is recorded for stages that replay it."""
     drain_s: float
     """How long running requests may take to end once the server is told to stop [seconds]."""
 
@@ -113,6 +116,7 @@ async def serve_engine(
                 attention=served.attention,
                 seed=served.seed + rank,
                 token_bytes=served.token_bytes,
+                records_routing=settings.records_routing,
             )
             ranks.append(await opened.enter_async_context(engine))
         door = EngineDoor(
@@ -123,6 +127,7 @@ async def serve_engine(
                 max_context_tokens=max_context_tokens,
                 num_ranks=settings.num_ranks,
                 weight_quantisation=served.config.weight_quantisation,
+                records_routing=settings.records_routing,
                 cache_quantisation=served.config.cache_quantisation,
             ),
             DoorSettings(api_key=settings.api_key),

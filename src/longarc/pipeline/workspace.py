@@ -216,7 +216,22 @@ def rollout_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
 
 
 def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
-    """Build one task family of a stage, as it is without a harness: the recipe's settings under the stage's own.
+    """Build one task family of a stage that samples, as it is without a harness.
+
+    Raises:
+        ConfigError: the import path is wrong, the family refuses its settings, or it has no tasks.
+    """
+    family = family_object(recipe, name, share)
+    if not isinstance(family, TaskFamily):
+        raise ConfigError(
+            f"tasks.{name}: {recipe.tasks[name].path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
+            f"and grade() (longarc.records.ports). What only has demonstration() is for sft"
+        )
+    return family
+
+
+def family_object(recipe: Recipe, name: str, share: TaskShare) -> object:
+    """Build what a recipe names as a task family: the recipe's settings under the stage's own.
 
     Raises:
         ConfigError: the import path is wrong, or the family refuses its settings.
@@ -225,13 +240,7 @@ def task_family(recipe: Recipe, name: str, share: TaskShare) -> TaskFamily:
     settings = {**config.settings, **share.settings}
     factory = load_object(config.path, kind=type)
     with boundary(ConfigError, f"tasks.{name}: {config.path} with settings {settings}"):
-        family = factory(**settings)
-    if not isinstance(family, TaskFamily):
-        raise ConfigError(
-            f"tasks.{name}: {config.path} is not a TaskFamily: it needs name, thinking, tasks(), open() "
-            f"and grade() (longarc.records.ports)"
-        )
-    return family
+        return factory(**settings)
 
 
 def load_checkpoint(checkpoint: Path, *, tokenizer_sha256: str | None = None) -> Loaded:

@@ -72,6 +72,7 @@ class Disposition(StrEnum):
     EVALUATED = "evaluated"
     SERVED = "served"
     COLLECTED = "collected"
+    """Imported: it was sampled elsewhere, or by another run."""
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
     GROUP_DROPPED = "group_dropped"

@@ -22,6 +22,11 @@ old ones computed; recompute: its cache is computed anew by them before it sampl
 ones."""
 
 
+RoutingReplay: TypeAlias = Literal["none", "experts", "experts_and_keys"]
+"""What of the engine's routing the trainer takes over: nothing; the experts of each token; also the keys that each
+token's indexers selected."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How to sample one completion. Log-probabilities are always those of this distribution.
@@ -51,6 +56,9 @@ class Sampling:
     the same distribution."""
     returns_raw_logprobs: bool = False
     """Whether each piece also has the log-probabilities at temperature 1 over the whole vocabulary."""
+    returns_routing_from: int | None = None
+    """Position, in prompt and completion together, from which on each piece also says what tokens were routed to; the
+    last one of the prompt at most, because the first token is drawn there. None asks for nothing."""
     stream_interval_tokens: int = 0
     """Tokens between two pieces while the completion runs; 0 hands over a piece only when the weights
     change and at the end, which costs the engine least. A router hands over more pieces than that, and an engine that
@@ -82,6 +90,11 @@ class Sampling:
                 "ids of tokens, which are at least 0 and below 2**63",
             ),
             ("stop_strings", all(self.stop_strings), "without an empty string"),
+            (
+                "returns_routing_from",
+                self.returns_routing_from is None or self.returns_routing_from >= 0,
+                "None, or a position from 0 on",
+            ),
             ("stream_interval_tokens", self.stream_interval_tokens >= 0, "at least 0"),
             (
                 "seed",
@@ -123,6 +136,10 @@ class SampledTokens:
     asked."""
     raw_logprobs: tuple[float, ...] = ()
     """log-probability [nats] of each token at temperature 1 over the whole vocabulary; empty where nobody asked."""
+    routing: tuple[bytes, ...] = ()
+    """What the passes behind these log-probabilities routed tokens to: of each position behind those of the pieces
+    before, or from ``returns_routing_from`` on, up to the one that drew the piece's last token. The bytes are between
+    engine and trainer (``longarc.models.routed_rows``). Empty where nobody asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,9 @@ class Segment:
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """Of each sampled token, the ids it was drawn from, ascending, where top-k, top-p or min-p left some out; ()
     elsewhere. Length L; None where no token of the segment has any."""
+    routing: tuple[bytes, ...] | None = None
+    """What each token was routed to, in the bytes of ``longarc.models.routed_rows``, by the pass that drew the token
+    behind it; empty for the last one. Length L; None where nobody asked."""
     kind: SegmentKind = SegmentKind.EXEC
     order: int = 0
     """Position of this segment in its trajectory, by time."""
@@ -67,6 +70,8 @@ class Segment:
         }
         if self.kept_ids is not None:
             lengths["kept_ids"] = len(self.kept_ids)
+        if self.routing is not None:
+            lengths["routing"] = len(self.routing)
         if len(set(lengths.values())) != 1:
             raise ContractError(f"Segment fields must have one length, got {lengths}")
         if any(map(gt, self.train_mask, self.is_sampled)):

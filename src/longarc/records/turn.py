@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longarc.records.message import Message
+from longarc.records.message import Message, ToolSpec
 from longarc.records.sampling import FinishReason
 
 
@@ -25,14 +25,21 @@ class Turn:
     finish_reason: FinishReason
     elapsed_s: float
     """Age of the session when it was answered [seconds]."""
+    tools: tuple[ToolSpec, ...] = ()
+    """The tools of the prompt of a turn that continues none; what continues one has that one's."""
 
 
 def conversation(turns: Sequence[Turn], position: int) -> tuple[Message, ...]:
     """Return the whole conversation up to and including the answer of one turn."""
-    parts: list[tuple[Message, ...]] = []
+    path = lineage(turns, position)
+    return tuple(message for at in path for message in (*turns[at].said, turns[at].answer))
+
+
+def lineage(turns: Sequence[Turn], position: int) -> list[int]:
+    """Return the positions of the turns that one continues, the first of them first, and its own."""
+    path: list[int] = []
     at: int | None = position
     while at is not None:
-        turn = turns[at]
-        parts.append((*turn.said, turn.answer))
-        at = turn.parent
-    return tuple(message for part in reversed(parts) for message in part)
+        path.append(at)
+        at = turns[at].parent
+    return path[::-1]

@@ -130,6 +130,10 @@ def _segment_to_parts(segment: Segment) -> tuple[dict[str, object], list[bytes]]
         meta["kept"] = sum(counts)
         ids = np.fromiter(chain.from_iterable(segment.kept_ids), "<i4", sum(counts))
         arrays += [_planes(np.array(counts, "<i4")), _planes(ids)]
+    if segment.routing is not None:
+        sizes = [len(blob) for blob in segment.routing]
+        meta["routing"] = sum(sizes)
+        arrays += [_planes(np.array(sizes, "<i4")), b"".join(segment.routing)]
     return meta, arrays
 
 
@@ -176,6 +180,11 @@ def _segment_from_parts(meta: dict[str, Any], cursor: _Cursor) -> Segment:
         ids = _unplanes(cursor.take(4 * meta["kept"]), "<i4", meta["kept"]).tolist()
         ends = counts.cumsum().tolist()
         kept_ids = tuple(tuple(ids[e - n : e]) for e, n in zip(ends, counts.tolist(), strict=True))
+    routing = None
+    if "routing" in meta:
+        sizes = _unplanes(cursor.take(4 * length), "<i4", length)
+        joined, ends = cursor.take(meta["routing"]), sizes.cumsum().tolist()
+        routing = tuple(joined[e - n : e] for e, n in zip(ends, sizes.tolist(), strict=True))
     return Segment(
         token_ids=tuple(token_ids.tolist()),
         is_sampled=tuple(sampled.tolist()),
@@ -183,6 +192,7 @@ def _segment_from_parts(meta: dict[str, Any], cursor: _Cursor) -> Segment:
         behaviour_logprobs=tuple(logprobs.tolist()),
         policy_versions=versions,
         kept_ids=kept_ids,
+        routing=routing,
         kind=SegmentKind(meta["kind"]),
         order=meta["order"],
         parent=meta["parent"],

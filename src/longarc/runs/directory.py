@@ -199,6 +199,16 @@ class RunDirectory:
         return run
 
     @classmethod
+    def hold(cls, path: Path, *, clock: Callable[[], float] = time.time) -> Self:
+        """Open a run for writing without starting it again.
+
+        Raises:
+            ConfigError: there is no run, or another process uses the directory.
+        """
+        cls.look(path)
+        return cls._locked(path, clock)
+
+    @classmethod
     def look(cls, path: Path) -> Self:
         """Open a run for reading, also while another process runs it.
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -23,16 +23,31 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         ResourceError: the disk is full or the place is not writable; the old file is untouched.
     """
+    with replacing(path, len(data)) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, num_bytes: int | None = None) -> Iterator[BinaryIO]:
+    """Let the block write a file, which takes the place of ``path`` when the block ends well.
+
+    Args:
+        path: where.
+        num_bytes: what it takes, if that is known; where less is free, nothing is begun [bytes].
+
+    Raises:
+        ResourceError: the disk is full or the place is not writable; the old file is untouched.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path, len(data)):
+    with writing(path, num_bytes):
         try:
             with open(temporary, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             sync_directory(path.parent)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise

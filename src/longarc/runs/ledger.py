@@ -13,7 +13,7 @@ open admissions (``cancel_open`` gives them another attempt) and buffered trajec
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -258,6 +258,34 @@ class Ledger(LedgerReader):
         self._database.execute("DELETE FROM turns WHERE session_id = ?", (trajectory.id,))
         if disposition is None:
             self._undecided[trajectory.id] = (trajectory, digest)
+
+    def collect(self, trajectories: Iterable[Trajectory], *, reason: str) -> int:
+        """Record trajectories that were not sampled here, all or none, as ``collected``; durable.
+
+        They are read inside the transaction: what reading one raises leaves the ledger as it was.
+
+        Args:
+            trajectories: under ids that no rollout of this run gets.
+            reason: where they come from, for people.
+
+        Returns:
+            How many.
+
+        Raises:
+            LedgerError: the ledger has one of them already.
+            ContractError: one holds something that cannot be stored.
+        """
+        number = 0
+        with self._database.transaction(durable=True):
+            for trajectory in trajectories:
+                if self._exists(trajectory.id):
+                    raise LedgerError(
+                        f"ledger {self._database.path} has trajectory {trajectory.id!r} already; nothing was added. "
+                        f"Leave out what was imported before, and give each trajectory an id of its own"
+                    )
+                self._complete(trajectory, disposition=Disposition.COLLECTED, reason=reason)
+                number += 1
+        return number
 
     def _check_new(self, trajectory: Trajectory) -> None:
         if self._exists(trajectory.id):

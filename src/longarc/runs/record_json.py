@@ -5,6 +5,7 @@ JSON numbers: masks and versions in runs, log-probabilities only of sampled toke
 """
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -33,7 +34,8 @@ PLAIN_FIELDS: Final = (
     "info",
 )
 """Fields of a trajectory that are JSON as they are."""
-_FORMAT: Final = "longarc-trajectory-1"
+FORMAT: Final = "longarc-trajectory-1"
+"""What ``trajectory_to_json`` calls its form."""
 
 
 def to_json(value: object) -> bytes:
@@ -105,19 +107,24 @@ def turn_to_json(turn: Turn) -> dict[str, object]:
         "answer": message_to_json(turn.answer),
         "finish_reason": turn.finish_reason,
         "elapsed_s": turn.elapsed_s,
+        **({"tools": tools_to_json(turn.tools)} if turn.tools else {}),
     }
 
 
 def turn_from_json(data: Mapping[str, Any]) -> Turn:
     """Undo ``turn_to_json``."""
-    said = tuple(message_from_json(message) for message in data["said"])
-    return Turn(**{**data, "said": said, "answer": message_from_json(data["answer"])})
+    read = {
+        "said": tuple(message_from_json(message) for message in data["said"]),
+        "answer": message_from_json(data["answer"]),
+        "tools": tools_from_json(data.get("tools", ())),
+    }
+    return Turn(**{**data, **read})
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """Return all of a trajectory as JSON; ``trajectory_from_json`` gives the equal record back."""
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         **{name: getattr(trajectory, name) for name in PLAIN_FIELDS},
         "messages": [message_to_json(message) for message in trajectory.messages],
         "tools": tools_to_json(trajectory.tools),
@@ -133,9 +140,9 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
         ContractError: it is not what that wrote.
     """
     with boundary(ContractError, "a trajectory in JSON is damaged"):
-        if data.get("format") != _FORMAT:
+        if data.get("format") != FORMAT:
             raise ContractError(
-                f"a trajectory in JSON has format {data.get('format')!r}, this LongArc reads {_FORMAT!r}"
+                f"a trajectory in JSON has format {data.get('format')!r}, this LongArc reads {FORMAT!r}"
             )
         plain = {name: data[name] for name in PLAIN_FIELDS}
         plain["outcome"] = Outcome(plain["outcome"])
@@ -168,6 +175,8 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
     }
     if segment.kept_ids is not None:
         out["kept_ids"] = segment.kept_ids
+    if segment.routing is not None:
+        out["routing"] = [b64encode(blob).decode("ascii") for blob in segment.routing]
     return out
 
 
@@ -177,7 +186,7 @@ def segment_from_json(data: Mapping[str, Any]) -> Segment:
     sampled = _mask(data["sampled_runs"])
     logprobs = iter(data["logprobs"])
     versions = (v for v, length in data["version_runs"] for _ in range(length))
-    kept = data.get("kept_ids")
+    kept, routing = data.get("kept_ids"), data.get("routing")
     return Segment(
         token_ids=token_ids,
         is_sampled=sampled,
@@ -185,6 +194,7 @@ def segment_from_json(data: Mapping[str, Any]) -> Segment:
         behaviour_logprobs=tuple(next(logprobs) if s else 0.0 for s in sampled),
         policy_versions=tuple(next(versions) if s else NOT_SAMPLED for s in sampled),
         kept_ids=None if kept is None else tuple(tuple(ids) for ids in kept),
+        routing=None if routing is None else tuple(map(b64decode, routing)),
         kind=SegmentKind(data["kind"]),
         order=data["order"],
         parent=data["parent"],

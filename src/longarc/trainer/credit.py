@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+
+import torch
 
 from longarc.algos.protocols import AdvantageFn
+from longarc.algos.reductions import Reduction, token_weights
+from longarc.algos.reinforce_plus_plus import batch_normalised
+from longarc.algos.shaping import overlong_penalty
+from longarc.config.stages import OverlongConfig
 from longarc.errors import ContractError
 from longarc.records.batch import Batch
 from longarc.records.segment import Segment
 from longarc.records.trajectory import Group, Trajectory
-
-Reduction: TypeAlias = Literal["token_mean", "sequence_mean"]
-"""token_mean: every trained token counts alike (GLM-5 eq. 3); sequence_mean: every trajectory does (eq. 1)."""
+from longarc.trainer.baselines import RunningBaselines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +26,16 @@ class TrainItem:
     advantage: float
     """Of every trained token of the segment; 0 where a teacher gives one per token instead."""
     token_weight: float
-    """Multiplicity, or multiplicity / |y|, where |y| are the trained tokens of the whole trajectory."""
+    """Of every trained token, in sum and normaliser; see :func:`longarc.algos.reductions.token_weights`."""
 
 
 def train_items(
-    batch: Batch, *, reduction: Reduction, advantage_fn: AdvantageFn | None
+    batch: Batch,
+    *,
+    reduction: Reduction,
+    advantage_fn: AdvantageFn | RunningBaselines | None,
+    normalises_batch: bool = False,
+    overlong: OverlongConfig | None = None,
 ) -> list[TrainItem]:
     """Return the segments of a batch that have trained tokens, group by group.
 
@@ -35,33 +43,38 @@ def train_items(
     stand in it (pad first, then normalise) and weigh as much in the loss.
 
     Args:
-        batch: what the step consumes.
+        batch: what the step consumes; all of it, whatever processes will share its gradients.
         reduction: decides the token weights.
         advantage_fn: from the rewards of a whole group to advantages; None where a teacher gives them.
+        normalises_batch: whether the advantages are then normalised over all trained tokens of the batch.
+        overlong: what long trajectories lose of their reward; None for nothing.
 
     Raises:
         ContractError: a group is malformed, a trajectory has no reward, or nothing is trained.
     """
+    advantages = [_group_advantages(group, advantage_fn, overlong) for group in batch.groups]
+    if normalises_batch:
+        advantages = _normalised(batch.groups, advantages)
+    if isinstance(advantage_fn, RunningBaselines):
+        advantage_fn.end_step()
     items = []
-    for group in batch.groups:
-        advantages = _group_advantages(group, advantage_fn)
-        for trajectory, multiplicity, advantage in zip(
-            group.trajectories, group.multiplicities, advantages, strict=True
+    for group, its_advantages in zip(batch.groups, advantages, strict=True):
+        weights = token_weights(
+            [[s.num_trained_tokens for s in t.segments] for t in group.trajectories],
+            group.multiplicities,
+            reduction=reduction,
+        )
+        for trajectory, advantage, its_weights in zip(
+            group.trajectories, its_advantages, weights, strict=True
         ):
-            num_trained = trajectory.num_trained_tokens
-            weight = (
-                multiplicity / num_trained
-                if reduction == "sequence_mean" and num_trained
-                else multiplicity
-            )
             items += [
                 TrainItem(
                     trajectory=trajectory,
                     segment=segment,
                     advantage=advantage,
-                    token_weight=float(weight),
+                    token_weight=weight,
                 )
-                for segment in trajectory.segments
+                for segment, weight in zip(trajectory.segments, its_weights, strict=True)
                 if segment.num_trained_tokens
             ]
     if not items:
@@ -72,7 +85,32 @@ def train_items(
     return items
 
 
-def _group_advantages(group: Group, advantage_fn: AdvantageFn | None) -> Sequence[float]:
+def length_penalty(trajectory: Trajectory, overlong: OverlongConfig) -> float:
+    """Return what a trajectory loses of its reward for its length, from -1 to 0."""
+    return overlong_penalty(
+        trajectory.num_trained_tokens,
+        max_tokens=overlong.max_tokens,
+        cache_tokens=overlong.cache_tokens,
+    )
+
+
+def _normalised(groups: Sequence[Group], advantages: Sequence[list[float]]) -> list[list[float]]:
+    """Normalise over the trained tokens of the batch, repeated members as often as they stand in it."""
+    num_tokens = [
+        multiplicity * trajectory.num_trained_tokens
+        for group in groups
+        for trajectory, multiplicity in zip(group.trajectories, group.multiplicities, strict=True)
+    ]
+    values = torch.tensor([value for own in advantages for value in own], dtype=torch.float64)
+    flat = iter(batch_normalised(values, torch.tensor(num_tokens, dtype=torch.float64)).tolist())
+    return [[next(flat) for _ in own] for own in advantages]
+
+
+def _group_advantages(
+    group: Group,
+    advantage_fn: AdvantageFn | RunningBaselines | None,
+    overlong: OverlongConfig | None,
+) -> list[float]:
     """Return one advantage per distinct member."""
     if (
         len(group.trajectories) != len(group.multiplicities)
@@ -98,7 +136,11 @@ def _group_advantages(group: Group, advantage_fn: AdvantageFn | None) -> Sequenc
                 f"trajectory {trajectory.id} has no reward; grade it before it reaches the trainer, or name "
                 f"a teacher for its family"
             )
+        penalty = 0.0 if overlong is None else length_penalty(trajectory, overlong)
         first_position.append(len(padded))
-        padded += [trajectory.reward] * multiplicity
-    advantages = advantage_fn(padded).tolist()
+        padded += [trajectory.reward + penalty] * multiplicity
+    if isinstance(advantage_fn, RunningBaselines):
+        advantages = advantage_fn.advantages(group.family, padded)
+    else:
+        advantages = advantage_fn(padded).tolist()
     return [float(advantages[position]) for position in first_position]

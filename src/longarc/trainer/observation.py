@@ -26,6 +26,8 @@ class StepFacts:
     lr: float
     elapsed_s: float
     is_distillation: bool
+    length_penalties: tuple[float, ...] = ()
+    """What each trajectory lost of its reward for its length; empty where nothing is taken off."""
 
 
 class Observation:
@@ -76,6 +78,9 @@ class Observation:
             ]
         if facts.is_distillation:
             metrics += self._distillation_metrics()
+        if facts.length_penalties:
+            penalties = facts.length_penalties
+            metrics.append(Metric("train/length_penalty", sum(penalties), len(penalties)))
         return (*metrics, *_reward_metrics(batch))
 
     def token_reports(self, num_segments: int) -> tuple[TokenReport, ...]:

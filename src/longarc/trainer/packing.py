@@ -9,6 +9,8 @@ branches of one trajectory, tasks with one system prompt) share the rows of thei
 The row of a token predicts the token after it, so the last P predicts both ``a`` and ``x``: it is
 listed twice in ``source_rows``. Rows are gathered by these lists before the projection to the
 vocabulary, so that only trained tokens are projected.
+
+Where the routing of tokens is replayed, a row has one: sequences share their beginning as far as that is the same too.
 """
 
 import itertools
@@ -40,12 +42,20 @@ class Document:
     train_mask: Sequence[bool] | None = None
     """True where the token is trained on; None trains on all. The first token has no predecessor and
     is never a target."""
+    routing: Sequence[bytes] | None = None
+    """What each token is to be routed to, in the bytes of ``longarc.models.routed_rows``; None where the model
+    chooses."""
 
     def __post_init__(self) -> None:
         if self.train_mask is not None and len(self.train_mask) != len(self.token_ids):
             raise ContractError(
                 f"a document has {len(self.token_ids)} tokens but a train_mask of "
                 f"{len(self.train_mask)}; they must be aligned"
+            )
+        if self.routing is not None and len(self.routing) != len(self.token_ids):
+            raise ContractError(
+                f"a document has {len(self.token_ids)} tokens but the routing of {len(self.routing)}; they must be "
+                f"aligned"
             )
 
     def target_positions(self) -> Ids:
@@ -73,6 +83,8 @@ class MicroBatch:
     """Which of the given sequences the target belongs to."""
     positions: Int[Tensor, " targets"]
     """Position of the target in its sequence."""
+    routing: Sequence[bytes] | None = None
+    """What each packed token is to be routed to; None where the model chooses."""
 
 
 def pack_shared(documents: Sequence[Document], *, micro_batch_tokens: int) -> list[MicroBatch]:
@@ -121,7 +133,7 @@ def split_documents(
         ConfigError: a sequence is longer than ``micro_batch_tokens``.
     """
     sequences = sorted(
-        _sequences(documents, micro_batch_tokens), key=lambda sequence: sequence.inputs.tobytes()
+        _sequences(documents, micro_batch_tokens), key=lambda sequence: sequence.identity.tobytes()
     )
     shared = _shared_with_previous(sequences)
     costs = [
@@ -168,12 +180,20 @@ class _Sequence:
 
     index: int
     inputs: Ids
+    identity: Ids
+    """Equal where a row can be shared: the tokens, or where routing is replayed a number for token and routing."""
     positions: Ids
     target_ids: Ids
+    routing: Sequence[bytes] | None
 
 
 def _sequences(documents: Sequence[Document], micro_batch_tokens: int) -> list[_Sequence]:
+    if len({document.routing is None for document in documents}) > 1:
+        raise ContractError(
+            "some documents have the routing of their tokens and some have none; replay that of all, or of none"
+        )
     sequences = []
+    numbers: dict[tuple[int, bytes], int] = {}
     for index, document in enumerate(documents):
         positions = document.target_positions()
         if len(positions) == 0:
@@ -189,11 +209,23 @@ def _sequences(documents: Sequence[Document], micro_batch_tokens: int) -> list[_
             _Sequence(
                 index=index,
                 inputs=token_ids[:num_inputs],
+                identity=_identity(document, num_inputs, token_ids, numbers),
                 positions=positions,
                 target_ids=token_ids[positions],
+                routing=None if document.routing is None else document.routing[:num_inputs],
             )
         )
     return sequences
+
+
+def _identity(
+    document: Document, num_inputs: int, token_ids: Ids, numbers: dict[tuple[int, bytes], int]
+) -> Ids:
+    """Return what two sequences have in common where a row of one can serve the other."""
+    if document.routing is None:
+        return token_ids[:num_inputs]
+    pairs = zip(document.token_ids, document.routing[:num_inputs], strict=False)
+    return np.asarray([numbers.setdefault(pair, len(numbers)) for pair in pairs], dtype=np.int64)
 
 
 def _common_prefix(a: Ids, b: Ids) -> int:
@@ -205,7 +237,7 @@ def _common_prefix(a: Ids, b: Ids) -> int:
 
 def _shared_with_previous(sequences: Sequence[_Sequence]) -> list[int]:
     pairs = itertools.pairwise(sequences)
-    return [0, *(_common_prefix(a.inputs, b.inputs) for a, b in pairs)][: len(sequences)]
+    return [0, *(_common_prefix(a.identity, b.identity) for a, b in pairs)][: len(sequences)]
 
 
 def _num_new_tokens(sequence: _Sequence, members: Sequence[_Sequence]) -> int:
@@ -214,7 +246,7 @@ def _num_new_tokens(sequence: _Sequence, members: Sequence[_Sequence]) -> int:
     A split is only made where at least MIN_SHARED_TOKENS are shared beyond the span above it, so up
     to MIN_SHARED_TOKENS - 1 of a common beginning may be computed twice.
     """
-    shared = max((_common_prefix(sequence.inputs, m.inputs) for m in members), default=0)
+    shared = max((_common_prefix(sequence.identity, m.identity) for m in members), default=0)
     return len(sequence.inputs) - max(0, shared - (MIN_SHARED_TOKENS - 1))
 
 
@@ -240,6 +272,7 @@ def _micro_batch(
             np.concatenate([np.full(len(m.positions), m.index, dtype=np.int64) for m in members])
         ),
         positions=torch.from_numpy(np.concatenate([m.positions for m in members])),
+        routing=None if members[0].routing is None else forest.routing,
     )
 
 
@@ -249,11 +282,15 @@ class _Forest:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.pieces: list[Ids] = []
+        self.routing: list[bytes] = []
         self._num_tokens = 0
 
-    def add(self, token_ids: Ids, parent: int | None) -> tuple[int, Ids]:
-        """Append one span; return its index and its rows."""
+    def add(self, sequence: _Sequence, start: int, end: int, parent: int | None) -> tuple[int, Ids]:
+        """Append positions ``start`` to ``end`` of a sequence as one span; return its index and its rows."""
+        token_ids = sequence.inputs[start:end]
         rows = np.arange(self._num_tokens, self._num_tokens + len(token_ids), dtype=np.int64)
+        if sequence.routing is not None:
+            self.routing += sequence.routing[start:end]
         self.spans.append(Span(len(token_ids), parent))
         self.pieces.append(token_ids)
         self._num_tokens += len(token_ids)
@@ -276,23 +313,24 @@ class _Forest:
             path: rows of the tokens before ``start``.
             rows: receives the rows of each finished member, by its index.
         """
-        first = members[0].inputs
-        end = min(_common_prefix(first, member.inputs) for member in members)
+        first = members[0]
+        end = min(_common_prefix(first.identity, member.identity) for member in members)
         if len(members) == 1 or end - start >= MIN_SHARED_TOKENS:
             if end > start:
-                parent, added = self.add(first[start:end], parent)
+                parent, added = self.add(first, start, end, parent)
                 path = np.concatenate([path, added])
             start = end
         branches: dict[int | None, list[_Sequence]] = {}
         for member in members:
             is_finished = len(member.inputs) == end
-            branches.setdefault(None if is_finished else int(member.inputs[end]), []).append(member)
-        for token, branch in branches.items():
-            if token is not None:
+            branch_id = None if is_finished else int(member.identity[end])
+            branches.setdefault(branch_id, []).append(member)
+        for branch_id, branch in branches.items():
+            if branch_id is not None:
                 self.grow(branch, start, parent, path, rows)
                 continue
             tail = path
             if end > start:
-                tail = np.concatenate([path, self.add(first[start:end], parent)[1]])
+                tail = np.concatenate([path, self.add(first, start, end, parent)[1]])
             for member in branch:
                 rows[member.index] = tail

@@ -22,15 +22,19 @@ import torch
 
 from longarc.algos.advantages import group_advantages
 from longarc.algos.protocols import AdvantageFn, PolicyLoss
+from longarc.algos.reductions import Reduction
+from longarc.config.stages import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import ConfigError, ContractError
 from longarc.models.decoder_base import Decoder
 from longarc.models.moe import update_router_bias
+from longarc.models.routed_rows import RoutingShape
 from longarc.models.threads import set_compute_threads
 from longarc.records.batch import Batch, StepReport
-from longarc.records.sampling import WeightSource
+from longarc.records.sampling import RoutingReplay, WeightSource
+from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
-from longarc.trainer.credit import Reduction, TrainItem, train_items
+from longarc.trainer.credit import TrainItem, length_penalty, train_items
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.observation import Observation, StepFacts
 from longarc.trainer.optim import MuonAdamW
@@ -61,13 +65,19 @@ class PolicySettings:
     attention: Literal["dense", "sparse"] = "sparse"
     """What the engine used."""
     reduction: Reduction = "token_mean"
-    """What counts alike: tokens or trajectories."""
+    """What counts alike: tokens, trajectories, segments or groups."""
+    normalises_batch: bool = False
+    """Whether advantages are normalised over the trained tokens of the whole step, after the group's baseline."""
+    overlong: OverlongConfig | None = None
+    """What long trajectories lose of their reward; None for nothing."""
     loss_settings: Mapping[str, float] = field(default_factory=dict)
     """Keyword settings of the loss."""
     router_bias_rate: float = 0.0
     """Step of the loss-free expert balancing; 0 in RL."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward; memory, not results."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing is replayed."""
     num_token_reports: int = 4
     """Segments per step whose per-token results are reported."""
 
@@ -83,7 +93,7 @@ class PolicyTrainer:
         loss: PolicyLoss,
         publish_directory: str,
         teachers: Mapping[str, Decoder] | None = None,
-        advantage_fn: AdvantageFn = group_advantages,
+        advantage_fn: AdvantageFn | RunningBaselines = group_advantages,
         policy_version: int = 0,
         gradients: GradientSource = in_this_process,
         num_update_threads: int = 1,
@@ -97,14 +107,15 @@ class PolicyTrainer:
             loss: the objective; its settings are checked here.
             publish_directory: existing directory for weight files that engines read.
             teachers: frozen teacher of each family; None trains on rewards.
-            advantage_fn: group baseline; not used with teachers.
+            advantage_fn: group baseline, or what rollouts earned lately; not used with teachers.
             policy_version: optimizer steps that are already in the weights.
             gradients: where gradients are computed; ``GradientPool.open`` shares the work with processes.
             num_update_threads: threads of the optimizer, which works while those processes wait.
             clock: monotonic [seconds]; only measures throughput.
 
         Raises:
-            ConfigError: the loss does not take these settings, or the temperature is 0.
+            ConfigError: the loss does not take these settings, the temperature is 0, or the model does not choose
+                what is to be replayed.
         """
         self.model = model
         self.policy_version = policy_version
@@ -129,7 +140,10 @@ class PolicyTrainer:
             loss_settings=settings.loss_settings,
             teachers=teachers,
             activations=settings.activations,
+            routing_replay=settings.routing_replay,
         )
+        # Refuses what the model cannot replay now and not after the first rollouts.
+        RoutingShape.of(model.config, settings.routing_replay, attention=settings.attention)
         self._add_gradients = gradients(model, self._objective)
         self._optimizer = MuonAdamW(
             model, model.config, settings.optimizer, num_threads=num_update_threads
@@ -163,6 +177,8 @@ class PolicyTrainer:
                 optimizer=self._optimizer,
                 counters={"policy_version": self.policy_version},
             )
+            if isinstance(self._advantage_fn, RunningBaselines):
+                self._advantage_fn.save(directory)
 
         await self._in_thread(write)
 
@@ -174,6 +190,8 @@ class PolicyTrainer:
         """
         counters = load_training_state(directory, model=self.model, optimizer=self._optimizer)
         self.policy_version = counters["policy_version"]
+        if isinstance(self._advantage_fn, RunningBaselines):
+            self._advantage_fn.load(directory)
 
     def take_step(self, batch: Batch) -> StepReport:
         """Take one optimizer step.
@@ -195,12 +213,14 @@ class PolicyTrainer:
             batch,
             reduction=settings.reduction,
             advantage_fn=self._advantage_fn if self._teachers is None else None,
+            normalises_batch=settings.normalises_batch,
+            overlong=settings.overlong,
         )
         if self._teachers is not None:
             _check_teachers(items, self._teachers)
         if batch.resets_optimizer:
             self._optimizer.reset()
-        documents = _documents(items)
+        documents = documents_of(items, replays=settings.routing_replay != "none")
         self._optimizer.zero_grad()
         sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
@@ -224,6 +244,7 @@ class PolicyTrainer:
             lr=lr,
             elapsed_s=self._clock() - started_s,
             is_distillation=self._teachers is not None,
+            length_penalties=self._length_penalties(batch),
         )
         observation = Observation(items, sums, trainer_version=batch.trainer_version)
         return StepReport(
@@ -235,6 +256,14 @@ class PolicyTrainer:
             token_reports=observation.token_reports(settings.num_token_reports),
             histograms=observation.histograms(),
         )
+
+    def _length_penalties(self, batch: Batch) -> tuple[float, ...]:
+        """Return what each distinct trajectory lost of its reward."""
+        overlong = self._settings.overlong
+        if overlong is None:
+            return ()
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        return tuple(length_penalty(trajectory, overlong) for trajectory in trajectories)
 
     async def _in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         call = partial(work, *args, **kwargs)
@@ -250,7 +279,7 @@ class PolicyTrainer:
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
+def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[PolicyDocument]:
     """Return what the objective sees of each item."""
     for item in items:
         if item.segment.train_mask[0]:
@@ -268,11 +297,21 @@ def _documents(items: Sequence[TrainItem]) -> list[PolicyDocument]:
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
             kept_ids=item.segment.kept_ids,
+            routing=_routing_of(item) if replays else None,
             advantage=item.advantage,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)
     ]
+
+
+def _routing_of(item: TrainItem) -> Sequence[bytes]:
+    if item.segment.routing is None:
+        raise ContractError(
+            f"trajectory {item.trajectory.id}: segment {item.segment.order} has no routing to replay: the engine that "
+            f"sampled it recorded none. Sample it again, or set rollout.routing_replay to what it was sampled with"
+        )
+    return item.segment.routing
 
 
 def _check_teachers(items: Sequence[TrainItem], teachers: Mapping[str, Decoder]) -> None:

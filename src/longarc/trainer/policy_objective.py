@@ -9,7 +9,8 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -26,6 +27,9 @@ from longarc.errors import ConfigError, ContractError, boundary
 from longarc.models.activations import Activations
 from longarc.models.decoder_base import Decoder, ForwardOutput
 from longarc.models.kept_projection import scored
+from longarc.models.routed_rows import RoutingShape
+from longarc.models.routing import Routing
+from longarc.records.sampling import RoutingReplay
 from longarc.trainer.freeze import is_indexer, is_mtp, train_only
 from longarc.trainer.gradients import sum_counts
 from longarc.trainer.packing import Document, MicroBatch, pack_shared
@@ -97,6 +101,8 @@ class PolicyObjective:
     """Frozen teacher of each family; None learns from advantages."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """What is kept between forward and backward; memory, not results."""
+    routing_replay: RoutingReplay = "none"
+    """What of the engine's routing the policy computes with; teachers choose for themselves."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -156,12 +162,14 @@ class PolicyObjective:
         micro_batch: MicroBatch,
         activations: Activations,
     ) -> PolicySums:
-        output: ForwardOutput = model(
-            micro_batch.token_ids,
-            micro_batch.layout,
-            attention=self.attention,
-            activations=activations,
-        )
+        with _naming_trajectories(documents, micro_batch):
+            output: ForwardOutput = model(
+                micro_batch.token_ids,
+                micro_batch.layout,
+                attention=self.attention,
+                activations=activations,
+                replayed=self._replayed(model, micro_batch),
+            )
         policy, entropy = self._logprobs(model, output, micro_batch, documents, with_entropy=True)
         assert entropy is not None
         inputs = _loss_inputs(policy, documents, micro_batch)
@@ -199,6 +207,18 @@ class PolicyObjective:
                 for name, values in columns.items()
             },
         )
+
+    def _replayed(self, model: Decoder, micro_batch: MicroBatch) -> Routing | None:
+        """Return what the engine routed the packed tokens to.
+
+        Raises:
+            ContractError: it did not say, or said it of another model.
+        """
+        shape = RoutingShape.of(model.config, self.routing_replay, attention=self.attention)
+        if shape is None:
+            return None
+        positions = micro_batch.layout.position_ids().tolist()
+        return shape.decode(micro_batch.routing or [b""] * len(positions), positions)
 
     def _logprobs(
         self,
@@ -256,6 +276,7 @@ def _loss_inputs(
         advantages=policy.new_tensor([document.advantage for document in own]),
         train_mask=torch.ones_like(policy, dtype=torch.bool),
         token_weights=policy.new_tensor([document.token_weight for document in own]),
+        sequence_ids=micro_batch.sequence_indices,
     )
 
 
@@ -273,6 +294,18 @@ def _refuse_non_finite(
                 f"segment {document.segment_order} is {values[row].item()}; the weights are unchanged. "
                 f"Look for damaged weights, or an engine that sampled from another distribution"
             )
+
+
+@contextmanager
+def _naming_trajectories(
+    documents: Sequence[PolicyDocument], micro_batch: MicroBatch
+) -> Iterator[None]:
+    """Say in an error of a pass whose tokens were in it."""
+    try:
+        yield
+    except ContractError as error:
+        ids = _trajectory_ids(documents, micro_batch)
+        raise ContractError(f"in a pass over the trajectories {ids}: {error}") from error
 
 
 def _trajectory_ids(documents: Sequence[PolicyDocument], micro_batch: MicroBatch) -> list[str]:

@@ -106,3 +106,12 @@ def test_a_strong_decay_is_finite_in_forward_and_backward():
     read, _ = by_chunk(values, 64)
     grads = torch.autograd.grad(read.sum(), values)
     assert all(bool(x.isfinite().all()) for x in (read, *grads))
+
+
+def test_some_of_the_chunks_are_the_parts_of_some_of_the_chunks():
+    values = inputs(6)
+    some = chunk_parts(*values).rows(slice(1, 3))
+    expected = chunk_parts(*(x[1:3] for x in values))
+    memory = torch.randn(2, KEY, VALUE, dtype=torch.float64)
+    for ours, theirs in zip(chunk_step(some, memory), chunk_step(expected, memory), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)

@@ -26,6 +26,7 @@ def inputs(**changes):
         "advantages": tensor(1.0, -1.0, 0.5),
         "train_mask": torch.tensor([True, True, True]),
         "token_weights": tensor(1.0, 0.5, 2.0),
+        "sequence_ids": torch.tensor([0, 0, 1]),
     }
     return LossInputs(**(values | changes))
 

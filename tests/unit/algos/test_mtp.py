@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longarc.algos.mtp import acceptance, end_to_end_tv, expected_accepted
+from longarc.algos.mtp import acceptance, chained, end_to_end_tv, expected_accepted
 
 
 def rank_two_draft(loss_of, target, *, steps=150):
@@ -46,3 +46,8 @@ def test_a_draft_of_little_capacity_is_accepted_more_often_under_tv(loss_of):
         for name, loss in (("text", cross_entropy), ("tv", loss_of))
     }
     assert worth["tv"] > worth["text"] + 0.02
+
+
+def test_a_chain_lists_for_each_target_the_steps_from_it_on():
+    steps = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]])
+    assert chained(steps, fill=0).tolist() == [[1, 2, 3], [5, 6, 0], [9, 0, 0], [0, 0, 0]]

@@ -88,3 +88,9 @@ def test_columns_that_are_not_kept_change_no_bit():
     is_kept = torch.zeros(200, 400, dtype=torch.bool)
     is_kept[:, columns] = True
     assert torch.equal(kept_logprobs(wide, is_kept)[:, columns], alone)
+
+
+def test_a_share_that_takes_every_token_of_a_small_vocabulary_keeps_it():
+    assert kept_tokens(torch.zeros(1, 3), top_p=0.9).all()
+    many = torch.zeros(1, 2000)
+    assert kept_tokens(many, top_p=0.9999).all()

@@ -1,9 +1,11 @@
 import json
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
 from ledger_cases import make_admission, make_batch, make_group, make_report, make_trajectory
+from longarc.cli._trajectory import trajectory_json
 from longarc.cli.main import main
 from longarc.runs.directory import RunDirectory
 from longarc.runs.metrics import open_sinks
@@ -160,6 +162,15 @@ def test_a_trajectory_is_json_on_demand(run, capsys):
     assert shown["disposition"] == "trained"
     assert shown["uses"] == [{"stage": "rl", "step": 0, "multiplicity": 1}]
     assert len(shown["segments"][0]["behaviour_logprobs"]) == 12
+
+
+def test_bytes_of_routing_are_base64_in_json():
+    trajectory = make_trajectory()
+    (segment,) = trajectory.segments
+    routing = (b"\x00\xff", *(b"",) * (len(segment.token_ids) - 1))
+    routed = replace(trajectory, segments=(replace(segment, routing=routing),))
+    shown = json.loads(json.dumps(trajectory_json(routed, None, ())))
+    assert shown["segments"][0]["routing"][:2] == ["AP8=", ""]
 
 
 def test_an_unknown_trajectory_is_a_usage_error_that_names_some(run, capsys):

@@ -42,6 +42,12 @@ def read(key: str = "name", value: object = "r") -> Recipe:
     return validated(Recipe, tree, source="recipe")
 
 
+def behind_pretraining(tree, **stages):
+    """Return the stages with more of them behind the first."""
+    first, *others = tree["stages"].items()
+    return dict([first, *stages.items(), *others])
+
+
 def test_servers_have_queues_of_their_own_but_evaluations_do_not_use_them():
     engine = RECIPE["engine"] | {"servers": ["http://a:8100"]}
     tree = RECIPE | {"engine": engine, "stages": copy.deepcopy(RECIPE["stages"])}
@@ -50,6 +56,66 @@ def test_servers_have_queues_of_their_own_but_evaluations_do_not_use_them():
     tree["stages"]["eval"]["max_concurrent_rollouts"] = 500
     with pytest.raises(ConfigError, match=r"'eval'.*max_concurrent_rollouts=500"):
         validated(Recipe, tree, source="recipe")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_from_elsewhere_are_not_asked_for_routing(engine):
+    tree = RECIPE | {
+        "engine": {"kind": engine, "url": "http://a:8100", "max_running": 8},
+        "stages": copy.deepcopy(RECIPE["stages"]),
+    }
+    tree["stages"]["rl"]["rollout"] = {"routing_replay": "experts"}
+    with pytest.raises(ConfigError, match=r"'rl'.*routing_replay='experts' needs an engine that"):
+        validated(Recipe, tree, source="recipe")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"family": "llama"}}, "replays experts and selected keys, but a llama model"),
+        (
+            {
+                "model": {
+                    "family": "glm_moe_dsa",
+                    "num_hidden_layers": 3,
+                    "first_k_dense_replace": 3,
+                }
+            },
+            "but no layer has experts",
+        ),
+        (
+            {"stages.mid": {"kind": "midtrain", "num_steps": 1, "pattern": {"layers": "FSFS"}}},
+            "but the hybrid that stage 'mid' makes has none",
+        ),
+    ],
+)
+def test_only_what_a_model_chooses_can_be_replayed(changes, message):
+    tree = copy.deepcopy(RECIPE)
+    stage = changes.pop("stages.mid", None)
+    if stage is not None:
+        tree["stages"] = behind_pretraining(tree, mid=stage)
+    tree |= changes
+    tree["stages"]["rl"]["rollout"] = {"routing_replay": "experts"}
+    with pytest.raises(ConfigError, match=message):
+        validated(Recipe, tree, source="recipe")
+
+
+def test_selected_keys_are_replayed_by_what_attends_sparsely_alone():
+    message = r"'rl'.*routing_replay='experts_and_keys'.* attends to every key"
+    with pytest.raises(ConfigError, match=message):
+        read("stages.rl.rollout.routing_replay", "experts_and_keys")
+    assert read("stages.rl.rollout.routing_replay", "experts").stages["rl"]
+    tree = copy.deepcopy(RECIPE)
+    optimizer = {"warmup_steps": 0}
+    dsa = {"kind": "dsa", "warmup_steps": 1, "num_steps": 1, "optimizer": optimizer}
+    tree["stages"] = behind_pretraining(tree, dsa=dsa)
+    tree["stages"]["rl"]["rollout"] = {"routing_replay": "experts_and_keys"}
+    assert validated(Recipe, tree, source="recipe").stages["rl"].rollout.routing_replay
+
+
+def test_an_evaluation_has_nothing_to_replay():
+    with pytest.raises(ConfigError, match=r"routing_replay='experts' has no effect in an eval"):
+        read("stages.eval.rollout.routing_replay", "experts")
 
 
 def test_what_running_turns_do_at_an_update_is_the_stages_to_say_for_our_own_engine_alone():
@@ -119,8 +185,25 @@ def test_the_recipe_as_it_stands_is_accepted():
         (
             "stages.rl.loop",
             {**LOOP, "group_size": 1, "dynamic_sampling": False},
-            r"group_size=1.*at least 2",
+            r"group_size=1.*at least 2.*running_mean.*reinforce_plus_plus",
         ),
+        ("stages.rl.advantage", "gae", r"stages.rl.advantage = 'gae'"),
+        (
+            "stages.rl.running_mean_window",
+            8,
+            r"running_mean_window=8 has no effect with advantage=.std.",
+        ),
+        (
+            "stages.rl.overlong",
+            {"max_tokens": 4000, "cache_tokens": 100},
+            r"more than max_tokens - cache_tokens = 3900 .*max_context_tokens=\d+ never lets",
+        ),
+        (
+            "stages.rl.overlong",
+            {"max_tokens": 40, "cache_tokens": 41},
+            r"cache_tokens=41 begin before the first of max_tokens=40",
+        ),
+        ("stages.distill.loop.max_mean_reward", 0.9, r"max_mean_reward=0.9 would drop groups"),
         (
             "stages.distill.loop.dynamic_sampling",
             True,

@@ -34,6 +34,14 @@ from longarc.config.orchestrator import RolloutLoopConfig
             r"dynamic_sampling=True .* group_size=1.*set dynamic_sampling=False",
         ),
         (
+            {"group_size": 1, "dynamic_sampling": False, "min_mean_reward": 0.1},
+            r"min_mean_reward=0.1, max_mean_reward=None .*which group_size=1 does not have",
+        ),
+        (
+            {"min_mean_reward": 0.9, "max_mean_reward": 0.1},
+            r"min_mean_reward=0.9 is not below max_mean_reward=0.1",
+        ),
+        (
             {"rollout_timeout_s": 1200, "grader_timeout_s": 60},
             r"watchdog_s=900 .* is 1260\. Raise watchdog_s",
         ),

@@ -85,6 +85,7 @@ def inputs(policy, *, behaviour, train_mask):
         advantages=torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64),
         train_mask=torch.tensor(train_mask),
         token_weights=torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64),
+        sequence_ids=torch.tensor([0, 0, 0]),
     )
 
 

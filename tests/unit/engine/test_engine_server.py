@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from fakes import FakeEngine, FakeWorkerEngine, fake_token
@@ -31,7 +31,11 @@ from longarc.records.sampling import SampledTokens, Sampling, WeightSource
 
 KEY = "key"
 DESCRIPTION = EngineDescription(
-    model={"family": "fake"}, attention="dense", max_context_tokens=64, num_ranks=1
+    model={"family": "fake"},
+    attention="dense",
+    max_context_tokens=64,
+    num_ranks=1,
+    records_routing="experts",
 )
 
 
@@ -352,6 +356,7 @@ async def answering(body: bytes, *, status: int = 200) -> AsyncIterator[str]:
         ({"cache_quantisation": "fp8"}, "cache_quantisation='fp8' now, it had 'none'"),
         ({"model": {"family": "other"}}, "another model: family is 'other' now, it was 'fake'"),
         ({"max_context_tokens": 63}, "max_context_tokens=63 now, it had 64"),
+        ({"records_routing": "none"}, "records_routing='none' now, 'experts' is asked of it"),
     ],
 )
 async def test_a_server_that_serves_something_else_after_a_restart_is_lost_until_it_does_not(
@@ -372,6 +377,19 @@ async def test_a_server_that_serves_something_else_after_a_restart_is_lost_until
         async with served(there, port=port):
             await engine.health()
             await complete(engine)
+
+
+async def test_a_server_that_can_do_more_after_a_restart_is_used_again():
+    there = FakeWorkerEngine(token_s=0)
+    before = replace(DESCRIPTION, records_routing="none")
+    more = replace(DESCRIPTION, max_context_tokens=65)
+    async with (
+        served(there, description=more) as (_, address),
+        RemoteEngine(address, api_key=KEY) as engine,
+    ):
+        engine.expect(before)
+        await engine.health()
+        await complete(engine)
 
 
 async def test_a_client_that_does_not_read_keeps_no_server_from_stopping(monkeypatch):
@@ -440,6 +458,43 @@ async def test_lines_are_split_at_newlines_alone():
     async with answering(text.encode()) as address, RemoteEngine(address, api_key=KEY) as engine:
         with pytest.raises(EngineFaultError, match="a\u2028b\x85c"):
             await complete(engine)
+
+
+@asynccontextmanager
+async def sending(data: bytes, *, size: int) -> AsyncIterator[str]:
+    """Answer whatever is asked with some bytes, ``size`` at a time; yields the address."""
+
+    async def answer(request: Request) -> Response:
+        async def chunks():
+            for start in range(0, len(data), size):
+                yield data[start : start + size]
+                await asyncio.sleep(0)
+
+        return StreamingResponse(chunks())
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    async with serving(app, bound_socket()) as address:
+        yield address
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_lines_are_whole_however_they_arrive_and_have_a_limit(monkeypatch, size):
+    blobs = (b"\xff" * 90, b"")
+    pieces = [
+        SampledTokens(token_ids=(i,), logprobs=(-0.5,), policy_version=0, routing=blobs)
+        for i in range(5)
+    ]
+    pieces[-1] = replace(pieces[-1], finish_reason="length")
+    data = b"".join(dumps(piece) + b"\n" for piece in pieces)
+    async with (
+        sending(data, size=size) as address,
+        RemoteEngine(address, api_key=KEY) as engine,
+    ):
+        assert await complete(engine) == pieces
+        monkeypatch.setattr("longarc.engine.line_client.MAX_LINE_BYTES", 100)
+        if size < 100:
+            with pytest.raises(EngineLostError, match="a line of more than 100 bytes"):
+                await complete(engine)
 
 
 async def test_a_wire_error_is_one_of_ours():

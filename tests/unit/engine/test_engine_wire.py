@@ -45,6 +45,7 @@ def other_value(kind, default):
     if options:
         return other_value(options[0], default)
     values = {bool: [True, False], int: [7, 8], float: [0.1 + 0.2, 0.5], str: ["x", "y"]}
+    values |= {bytes: [b"\xff", b""]}
     return next(value for value in values[kind] if value != default)
 
 
@@ -100,6 +101,16 @@ def test_what_json_cannot_carry_is_refused_where_it_is_sent():
         dumps(Sampling(max_new_tokens=1, top_k=2**70))
     with pytest.raises(TypeError, match="has no form in JSON"):
         plain(object())
+
+
+def test_bytes_travel_as_base64_and_come_back():
+    blobs = (b"", bytes(range(256)), b"\xff\xfe")
+    piece = SampledTokens(token_ids=(1,), logprobs=(-0.5,), policy_version=0, routing=blobs)
+    sent = dumps(piece)
+    assert b'"routing":["","AAEC' in sent
+    assert loads(SampledTokens, sent) == piece
+    with pytest.raises(EngineRequestError, match=r"SampledTokens\.routing: 'no!' is not base64"):
+        loads(SampledTokens, sent.replace(b'"",', b'"no!",'))
 
 
 def test_a_description_keeps_the_settings_of_the_model():

@@ -9,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from atif_rules import broken_rules
 from fakes import FakeEngine
 from longarc.errors import ConfigError, EngineError, WeightsRefusedError
 from longarc.gateway.admin import AdminDoor
@@ -18,6 +19,8 @@ from longarc.gateway.http import build_app
 from longarc.gateway.meter import Meter
 from longarc.gateway.turn_files import TurnFiles
 from longarc.records.sampling import Sampling
+from longarc.runs.atif_import import trajectories_from_atif
+from longarc.runs.record_json import trajectory_from_json
 from longarc.tokens.glm import GlmFormat
 from token_samples import sampled, small_tokenizer
 
@@ -69,6 +72,28 @@ async def test_a_minted_key_opens_a_session_whose_segments_are_lines_of_json(tmp
     assert sampled_ids == DONE
     assert segment["train_mask"].count(True) == len(DONE)
     assert listed.json() == {"sessions": [{"session_id": "run-1", "is_open": True, "num_turns": 1}]}
+
+
+async def test_all_of_a_session_is_one_trajectory_also_when_its_key_is_revoked(tmp_path):
+    async with door(FakeEngine([DONE]), tmp_path) as client:
+        session = await minted(client, session_id="run-1")
+        await client.post(f"{session['base_url']}/chat/completions", json=CHAT)
+        url = "/admin/sessions/run-1/trajectory"
+        own = await client.get(url, headers=ADMIN)
+        await client.delete("/admin/sessions/run-1", headers=ADMIN)
+        document = await client.get(f"{url}?format=atif", headers=ADMIN)
+        refused = await client.get(f"{url}?format=yaml", headers=ADMIN)
+        unknown = await client.get("/admin/sessions/run-2/trajectory", headers=ADMIN)
+        no_key = await client.get(url)
+    trajectory = trajectory_from_json(own.json())
+    assert (trajectory.id, trajectory.stage, trajectory.num_turns) == ("run-1", "gateway", 1)
+    assert trajectory.turns[0].answer.content == "the word"
+    assert trajectory.segments[0].num_trained_tokens == len(DONE)
+    assert trajectories_from_atif(document.json(), name="x") == (trajectory,)
+    assert document.json()["steps"][-1]["metrics"]["completion_token_ids"] == DONE
+    assert broken_rules(document.json()) == []
+    assert (refused.status_code, unknown.status_code, no_key.status_code) == (400, 404, 401)
+    assert "jsonl or atif" in refused.text
 
 
 async def test_a_revoked_key_is_refused_and_its_turns_go_when_they_are_told_to(tmp_path):

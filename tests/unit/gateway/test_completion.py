@@ -7,12 +7,13 @@ from longarc.gateway.completion import collect
 from longarc.records.sampling import SampledTokens, Sampling
 
 
-def piece(ids, *, logprobs=None, version=0, finish=None):
+def piece(ids, *, logprobs=None, version=0, finish=None, routing=()):
     return SampledTokens(
         token_ids=tuple(ids),
         logprobs=tuple([-1.0] * len(ids) if logprobs is None else logprobs),
         policy_version=version,
         finish_reason=finish,
+        routing=routing,
     )
 
 
@@ -40,8 +41,9 @@ class ClosablePieces(Pieces):
         self.is_closed = True
 
 
-async def collected(engine, check=lambda: None):
-    return await collect(engine, [1], Sampling(max_new_tokens=9), session_id="s", check=check)
+async def collected(engine, check=lambda: None, *, prompt=(1,), **sampling):
+    asked = Sampling(max_new_tokens=9, **sampling)
+    return await collect(engine, prompt, asked, session_id="s", check=check)
 
 
 async def test_pieces_are_joined_and_equal_versions_become_one_run():
@@ -110,3 +112,22 @@ async def test_kept_ids_of_some_tokens_of_a_piece_are_refused():
     )
     with pytest.raises(ContractError, match="2 ids and said of 1"):
         await collected(Pieces(odd))
+
+
+async def test_routing_is_of_each_position_from_the_first_that_was_asked_for():
+    pieces = piece([1, 2], routing=(b"a", b"b", b"c")), piece([3], routing=(b"d",), finish="stop")
+    # Of the prompt's 3 tokens the second and third, and of the sampled ones all but the last.
+    completion = await collected(Pieces(*pieces), prompt=[7, 8, 9], returns_routing_from=1)
+    assert completion.routing == (b"a", b"b", b"c", b"d")
+
+
+@pytest.mark.parametrize(
+    ("routing", "first"), [((), 0), ((b"a",), 0), ((b"a", b"b", b"c"), 0), ((b"a", b"b"), None)]
+)
+async def test_routing_of_more_or_fewer_positions_than_were_asked_for_is_refused(routing, first):
+    engine = Pieces(piece([1, 2], routing=routing, finish="stop"))
+    with pytest.raises(
+        ContractError,
+        match=rf"said of {len(routing)} positions .* asked was {0 if first is None else 2}",
+    ):
+        await collected(engine, returns_routing_from=first)

@@ -14,12 +14,13 @@ def lost(index: int) -> Trajectory:
     return trajectory(index, None, outcome=Outcome.SANDBOX_LOST)
 
 
-def settled(members, *, dynamic_sampling=True, trainer_version=5, max_lag_steps=0):
+def settled(members, *, dynamic_sampling=True, trainer_version=5, max_lag_steps=0, **window):
     return settle(
         members,
         dynamic_sampling=dynamic_sampling,
         trainer_version=trainer_version,
         max_lag_steps=max_lag_steps,
+        **window,
     )
 
 
@@ -124,3 +125,22 @@ def test_every_member_is_either_trained_or_has_a_fate(num_lost):
 
 def test_sampled_versions_leave_out_prompts():
     assert sampled_versions(trajectory(0, 1.0, versions=(2, 4))) == {2, 4}
+
+
+def test_groups_that_are_too_easy_or_too_hard_are_replaced_and_their_fate_says_why():
+    members = [trajectory(0, 1.0), trajectory(1, 0.0), trajectory(2, 0.0), lost(3)]
+    assert settled(members, min_mean_reward=0.3, max_mean_reward=0.4).group is not None
+    reason = "difficulty: mean reward 0.333333 is not from 0.5 to inf"
+    result = settled(members, min_mean_reward=0.5)
+    assert result.group is None
+    assert result.fates["rl/0/0/0"] == (Disposition.FILTERED, reason)
+    assert result.fates["rl/0/3/0"] == FAULT
+    assert settled(members, max_mean_reward=0.3).group is None
+    alike = [trajectory(0, 1.0), trajectory(1, 1.0)]
+    too_easy = settled(alike, dynamic_sampling=False, max_mean_reward=0.9)
+    assert too_easy.fates["rl/0/0/0"][0] is Disposition.FILTERED
+
+
+def test_a_group_whose_rewards_nobody_gave_has_no_difficulty():
+    members = [trajectory(0, None), trajectory(1, None)]
+    assert settled(members, dynamic_sampling=False, min_mean_reward=0.5).group is not None

@@ -8,6 +8,8 @@ from longarc.data.sft import ExpertShare
 from longarc.envs.tasks.format import Format
 from longarc.errors import ConfigError
 from longarc.pipeline.demonstrations import StepConversations, interleaved, num_shown_before
+from longarc.records.conversation import Conversation
+from longarc.records.message import Message, Role
 from longarc.tokens.glm import GlmFormat
 from token_samples import small_tokenizer
 
@@ -36,6 +38,26 @@ def test_a_step_has_the_same_demonstrations_whatever_was_read_before():
     assert second(0) == expected[0]
     assert expected[0] != expected[1]
     assert all(len(documents) == 3 for documents in expected)
+
+
+class _Recorded:
+    def demonstration(self, index, *, error_frac=0.0):
+        return Conversation(messages=(Message(role=Role.USER, content="word " * 100),))
+
+    def all_demonstrations(self):
+        yield self.demonstration(0)
+
+
+def test_recorded_conversations_that_are_too_long_are_found_before_the_first_step():
+    with pytest.raises(ConfigError, match="1 of the 1 conversations of 'mine'"):
+        StepConversations(
+            {"mine": ExpertShare(expert=_Recorded())},
+            GlmFormat(small_tokenizer()),
+            conversations_per_step=1,
+            error_frac=0.0,
+            max_tokens=20,
+            seed=0,
+        )
 
 
 def test_a_stage_that_shows_an_unknown_family_is_refused():

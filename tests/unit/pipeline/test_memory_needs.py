@@ -14,11 +14,13 @@ from longarc.engine.speculation import cache_for
 from longarc.errors import ResourceError
 from longarc.models.build import build_model, build_without_memory
 from longarc.models.layout import Layout
+from longarc.models.routed_rows import RoutingShape
 from longarc.pipeline.memory_needs import (
     activation_bytes_per_token,
     cache_bytes_per_token,
     check_stages_fit,
     needs_of,
+    routing_bytes_per_token,
 )
 from longarc.pipeline.preflight import check_recipe
 from model_cases import small_glm, small_llama
@@ -69,6 +71,28 @@ def test_a_token_of_the_cache_takes_what_the_engines_tables_do(num_drafts, monke
     engine = EngineConfig(num_speculative_tokens=num_drafts, cache_tokens=1024, max_running=2)
     cache = cache_for(model, engine, max_context_tokens=64)
     assert cache_bytes_per_token(model, engine) * 1024 == cache.num_bytes
+
+
+def replaying(recipe, kept):
+    stage = recipe.stages["reasoning_rl"]
+    return stage.model_copy(
+        update={"rollout": stage.rollout.model_copy(update={"routing_replay": kept})}
+    )
+
+
+@pytest.mark.parametrize("kept", ["experts", "experts_and_keys"])
+def test_what_is_kept_for_replay_is_a_part_too(recipe, kept):
+    model = build_model(small_glm(), seed=0)
+    cache = cache_for(model, recipe.engine, max_context_tokens=64)
+    before = cache.num_bytes
+    cache.keep_routing(RoutingShape.of(model.config, kept, attention="sparse"))
+    stage = replaying(recipe, kept)
+    per_token = routing_bytes_per_token(model, stage)
+    assert per_token * cache.num_rows == cache.num_bytes - before > 0
+    needs = {need.what: need.num_bytes for need in needs_of(stage, recipe, model)}
+    assert needs["the routing beside it"] == per_token * recipe.engine.cache_tokens
+    assert routing_bytes_per_token(model, recipe.stages["reasoning_rl"]) == 0
+    assert routing_bytes_per_token(model, recipe.stages["pretrain"]) == 0
 
 
 def test_gradients_moments_activations_and_the_engine_are_parts_of_it(recipe):

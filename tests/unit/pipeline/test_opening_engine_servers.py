@@ -41,6 +41,7 @@ SERVER = EngineServerSettings(
     api_key="k",
     num_ranks=1,
     max_context_tokens=64,
+    records_routing="experts",
     drain_s=0.0,
 )
 
@@ -90,11 +91,13 @@ def described(loaded):
 
 
 @asynccontextmanager
-async def opened(loaded, described, ranks):
+async def opened(loaded, described, ranks, *, routing_replay="none"):
     door = EngineDoor(ranks, described, DoorSettings(api_key="k"))
     async with serving(door.app(), bound_socket()) as address:
         engine = EngineConfig(servers=(address,))
-        async with engine_servers(engine, loaded, max_context_tokens=512, seed=0) as router:
+        async with engine_servers(
+            engine, loaded, max_context_tokens=512, routing_replay=routing_replay, seed=0
+        ) as router:
             yield router
 
 
@@ -141,6 +144,38 @@ async def test_a_server_that_does_not_fit_is_refused_before_it_is_asked_for_anyt
     assert [rank.updates for rank in ranks] == [[], []]
 
 
+async def test_a_server_has_to_record_what_the_stage_replays(loaded, described, monkeypatch):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    records = replace(described, records_routing="experts")
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    message = r"records_routing='none', .* start it with --records-routing experts"
+    with pytest.raises(ConfigError, match=message):
+        async with opened(loaded, described, ranks, routing_replay="experts"):
+            pass
+    for replay in ("none", "experts"):
+        async with opened(loaded, records, ranks, routing_replay=replay):
+            pass
+
+
+async def test_routing_that_no_server_could_say_in_one_piece_is_refused(
+    loaded, described, monkeypatch
+):
+    monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
+    # Two experts in each of two layers are four bytes, eight in base64, in quotes with a comma.
+    monkeypatch.setattr("longarc.pipeline.engines.MAX_LINE_BYTES", 512 * (8 + 3) - 1)
+    ranks = FakeWorkerEngine(), FakeWorkerEngine()
+    records = replace(described, records_routing="experts")
+    with pytest.raises(ConfigError, match=r"'experts': .*max_context_tokens=512 .*shorten"):
+        async with opened(loaded, records, ranks, routing_replay="experts"):
+            pass
+    with pytest.raises(ConfigError, match="at once at most; replay 'experts', shorten"):
+        async with opened(loaded, records, ranks, routing_replay="experts_and_keys"):
+            pass
+    monkeypatch.setattr("longarc.pipeline.engines.MAX_LINE_BYTES", 512 * (8 + 3))
+    async with opened(loaded, records, ranks, routing_replay="experts"):
+        pass
+
+
 async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
     monkeypatch.setenv("LONGARC_ENGINE_KEY", "k")
     with bound_socket() as free:
@@ -150,7 +185,9 @@ async def test_a_server_that_is_not_there_stops_the_stage(loaded, monkeypatch):
         EngineLostError,
         match=r"cannot be reached.*start this one .*or take it out of engine\.servers",
     ):
-        async with engine_servers(routed, loaded, max_context_tokens=512, seed=0):
+        async with engine_servers(
+            routed, loaded, max_context_tokens=512, routing_replay="none", seed=0
+        ):
             pass
 
 
@@ -200,7 +237,7 @@ async def test_a_hugging_face_directory_is_served_with_all_the_context_that_is_a
     longest = EngineConfig().cache_tokens + 1000
     save_pretrained_dir(build_model(small_llama(max_position_embeddings=longest), seed=0), tmp_path)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    settings = replace(SERVER, max_context_tokens=longest)
+    settings = replace(SERVER, max_context_tokens=longest, records_routing="none")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
             serve_engine(tmp_path, None, settings, stop=stop, on_ready=ready.set_result)

@@ -1,6 +1,7 @@
 """What would stop a later stage is found before the first one."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,70 @@ def test_a_loss_that_other_processes_cannot_find_is_refused_before_the_run():
     check_recipe(recipe("quickstart", loss, "threads=1"), is_new=True)
     beside = f"stages.agentic_rl.loss={{path='{__name__}:nameless'}}"
     check_recipe(recipe("quickstart", beside), is_new=True)  # this trainer loads it by its path
+
+
+def no_record(inputs):
+    return inputs.policy_logprobs.sum()
+
+
+def not_a_number(inputs):
+    out = losses.ppo_clip(inputs)
+    return replace(out, normaliser=out.normaliser * float("nan"))
+
+
+def without_gradient(inputs):
+    out = losses.ppo_clip(inputs)
+    return replace(out, loss_sum=out.loss_sum.detach())
+
+
+def meddling(inputs):
+    raise KeyError("teacher")
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("stage", "loss", "said"),
+    [
+        ("reasoning_rl", f"path='{__name__}:no_record'", "it returns a Tensor; a loss returns"),
+        ("reasoning_rl", f"path='{__name__}:not_a_number'", "its normaliser is nan"),
+        ("agentic_rl", f"path='{__name__}:without_gradient'", "does not require grad"),
+        ("general_rl", f"path='{__name__}:meddling'", "on-policy tokens: KeyError: 'teacher'"),
+        (
+            "reasoning_rl",
+            "path='longarc.algos.losses:icepop', settings={low=2.0, high=3.0}",
+            "low=2.0, high=3.0: the band excludes the ratio 1",
+        ),
+        (
+            "reasoning_rl",
+            "path='longarc.algos.losses:ppo_clip', settings={eps_low=-0.1}",
+            "eps_low=-0.1",
+        ),
+        (
+            "distill",
+            "path='longarc.algos.losses:gspo'",
+            "needs one advantage for all tokens of a segment",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_work_is_refused_before_the_run(stage, loss, said):
+    bad = recipe("quickstart", f"stages.{stage}.loss={{{loss}}}")
+    with pytest.raises(ConfigError, match=f"^stage '{stage}': loss '.*{said}"):
+        check_recipe(bad, is_new=True)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("stage", ["reasoning_rl", "agentic_rl"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        name
+        for name, function in vars(losses).items()
+        if getattr(function, "__module__", "") == losses.__name__ and name[0] != "_"
+    ],
+)
+def test_every_built_in_loss_passes_its_trial_with_its_own_settings(stage, loss):
+    good = recipe("quickstart", f"stages.{stage}.loss={{path='longarc.algos.losses:{loss}'}}")
+    check_recipe(good, is_new=True)
 
 
 def offloading(stage, directory):

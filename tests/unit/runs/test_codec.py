@@ -106,6 +106,18 @@ def test_what_tokens_were_drawn_from_comes_back_and_costs_others_no_byte():
     assert b"kept" not in trajectory_body(trajectory)
 
 
+def test_what_tokens_were_routed_to_comes_back_and_costs_others_no_byte():
+    trajectory = make_trajectory()
+    segment = trajectory.segments[0]
+    blobs = [bytes(range(position % 7)) for position in range(len(segment.token_ids) - 1)]
+    routed = changed_segment(trajectory, routing=(*blobs, b""))
+    assert there_and_back(routed) == routed
+    assert b"routing" not in trajectory_body(trajectory)
+    assert there_and_back(trajectory).segments[0].routing is None
+    both = changed_segment(routed, kept_ids=tuple((token,) for token in segment.token_ids))
+    assert there_and_back(both) == both
+
+
 def test_logprobs_that_are_not_float32_are_kept_as_float64():
     trajectory = make_trajectory()
     sampled = trajectory.segments[0].is_sampled

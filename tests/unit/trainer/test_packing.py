@@ -110,3 +110,27 @@ def test_attention_weighs_in_a_split_what_its_keys_cost(keys_per_row, num_first)
         documents, num_shards=2, micro_batch_tokens=100, keys_per_row=keys_per_row
     )
     assert [len(shard) for shard in shards] == [num_first, len(lengths) - num_first]
+
+
+def routed(token_ids, routing):
+    mask = (False,) * len(PROMPT) + (True,) * (len(token_ids) - len(PROMPT))
+    return Document(token_ids=token_ids, train_mask=mask, routing=routing)
+
+
+def test_rows_are_shared_as_far_as_tokens_and_routing_are_the_same():
+    first = [bytes([i]) for i in range(23)]
+    same = routed((*PROMPT, 1, 2, 3), first)
+    other = routed((*PROMPT, 4, 5), [*first[:20], b"x", b""])
+    rerouted = routed((*PROMPT, 4, 5), [*first[:18], b"y", b"z", b"w", b""])
+    (batch,) = pack_shared([same, other, rerouted], micro_batch_tokens=100)
+    assert batch.layout.spans == (Span(18), Span(4, 0), Span(3, 0), Span(3, 0))
+    assert batch.token_ids.tolist() == [*PROMPT, 1, 2, *PROMPT[18:], 4, *PROMPT[18:], 4]
+    assert batch.routing == [*first[:22], *first[18:20], b"x", b"y", b"z", b"w"]
+    assert batch.source_rows.tolist() == [19, 20, 21, 23, 24, 26, 27]
+
+
+def test_the_routing_of_every_document_or_of_none_is_packed():
+    with pytest.raises(ContractError, match="replay that of all, or of none"):
+        pack_shared([answer(1), routed((*PROMPT, 1), [b""] * 21)], micro_batch_tokens=100)
+    with pytest.raises(ContractError, match="21 tokens but the routing of 3"):
+        routed((*PROMPT, 1), [b""] * 3)

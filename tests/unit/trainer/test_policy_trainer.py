@@ -21,6 +21,7 @@ from trainer_fixtures import (
 from longarc.algos import losses
 from longarc.algos.advantages import group_advantages
 from longarc.algos.token_loss import TokenLoss
+from longarc.config.stages import OverlongConfig
 from longarc.config.training import ActivationConfig, OptimizerConfig
 from longarc.errors import CheckpointError, ConfigError, ContractError, ResourceError
 from longarc.models import offload
@@ -31,6 +32,7 @@ from longarc.models.projection import token_logprobs
 from longarc.models.threads import set_compute_threads
 from longarc.records.metric import combine
 from longarc.records.outcome import Outcome
+from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.optim import MuonAdamW
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
 from longarc.trainer.update import weights_sha256
@@ -125,7 +127,7 @@ def test_a_step_with_shared_prompts_is_the_policy_gradient_of_each_sequence_alon
     assert_same_weights(reference.state_dict(), weights(trainer))
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "segment_mean", "group_mean"])
 def test_micro_batches_do_not_change_the_result(tmp_path, reduction):
     results = []
     for micro_batch_tokens in (4096, 60, 30):
@@ -140,6 +142,74 @@ def test_micro_batches_do_not_change_the_result(tmp_path, reduction):
         results.append(weights(trainer) | {"norm": torch.tensor(norm)})
     assert_same_weights(results[0], results[1])
     assert_same_weights(results[0], results[2])
+
+
+EVERY_LOSS = [
+    (losses.icepop, {}),
+    (losses.double_sided, {}),
+    (losses.ppo_clip, {}),
+    (losses.behaviour_ppo, {}),
+    (losses.cispo, {"eps_high": 0.01}),
+    (losses.gspo, {"eps_low": 0.05, "eps_high": 0.05}),
+    (losses.opsm, {"delta": 1.0}),
+    (losses.truncated, {"cap": 1.02}),
+    (losses.masked, {"low": 0.95, "high": 1.05}),
+    (losses.masked_by_sequence, {"low": 0.8, "high": 1.2}),
+    (losses.masked_by_geometric_mean, {"low": 0.95, "high": 1.05}),
+]
+
+
+@pytest.mark.parametrize(("loss", "settings"), EVERY_LOSS, ids=lambda x: getattr(x, "__name__", ""))
+def test_no_loss_depends_on_micro_batches_and_its_settings_do_something(tmp_path, loss, settings):
+    results = []
+    for micro_batch_tokens, own in ((4096, settings), (30, settings), (4096, {})):
+        trainer = make_trainer(
+            tmp_path,
+            dtype=torch.float64,
+            loss=loss,
+            loss_settings=own,
+            micro_batch_tokens=micro_batch_tokens,
+            optimizer=ADAMW,
+        )
+        report = trainer.take_step(random_batch(num_groups=4))
+        results.append((weights(trainer), combine(report.metrics)))
+    (whole, metrics), (split, others), (_, by_default) = results
+    assert_same_weights(whole, split)
+    for name in ("grad/norm", "loss/policy", "loss/rejected_frac"):
+        assert others[name] == pytest.approx(metrics[name], abs=1e-9), name
+    if settings:
+        assert metrics["grad/norm"] != pytest.approx(by_default["grad/norm"], abs=1e-6)
+
+
+def test_a_running_mean_goes_on_where_its_checkpoint_was_made(tmp_path):
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    single = [random_batch(seed=i, num_groups=5, group_size=1, step=i, version=i) for i in range(3)]
+    trainer = make_trainer(tmp_path, advantage_fn=RunningBaselines(4))
+    for batch in single[:2]:
+        trainer.take_step(batch)
+    asyncio.run(trainer.save(str(directory)))
+    expected = trainer.take_step(single[2]).weights_sha256
+
+    resumed = make_trainer(tmp_path, advantage_fn=RunningBaselines(4), seed=1)
+    resumed.load(str(directory))
+    assert resumed.take_step(single[2]).weights_sha256 == expected
+    forgetful = make_trainer(tmp_path, advantage_fn=RunningBaselines(4), seed=1)
+    (directory / "baselines.json").write_text("{}")
+    forgetful.load(str(directory))
+    assert forgetful.take_step(single[2]).weights_sha256 != expected
+
+
+def test_what_length_costs_is_reported(tmp_path):
+    overlong = OverlongConfig(max_tokens=10, cache_tokens=8)
+    trainer = make_trainer(tmp_path, overlong=overlong)
+    report = trainer.take_step(make_batch([two_answers((2, 8), (1.0, 1.0))]))
+    metrics = combine(report.metrics)
+    assert metrics["train/length_penalty"] == pytest.approx((0 - 6 / 8) / 2)
+    assert metrics["train/reward/math"] == 1.0
+    assert "train/length_penalty" not in combine(
+        make_trainer(tmp_path).take_step(random_batch()).metrics
+    )
 
 
 def test_the_same_batch_gives_bit_identical_weights(tmp_path):

@@ -22,6 +22,7 @@ from longarc.models.kernels.native import check_ids, native_for, required
 from longarc.models.kernels.paged_tables import BlockedPagedCache, Table
 from longarc.models.kernels.steps import Drawn, Draws, Interrupt
 from longarc.models.rope import latent_softmax_scale
+from longarc.models.routed_rows import RoutingShape
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by their Hugging Face names; norms are read in place, matrices are packed."""
@@ -91,7 +92,8 @@ class NativeDecoder(BlockedPagedCache, ABC):
         tokens_N = token_ids.contiguous()
         hidden = self.new_states(len(tokens_N))
         rows = self._row_struct(tokens_N, slots_N, positions_N, hidden)
-        rows.ends_only = ends_only
+        # A row that is spared the last layer is not routed there.
+        rows.ends_only = ends_only and self.routed is None
         self._library.call_structs(f"{self._family}_rows", self._shape(is_sparse), layers, rows)
         return hidden[torch.tensor(counts).cumsum(0) - 1] if ends_only else hidden
 
@@ -345,6 +347,11 @@ class NativeGlmMoeDsa(NativeDecoder):
             weights, angles, self._tables_of(config), shape, num_layers=self._num_layers_of(config)
         )
 
+    def keep_routing(self, shape: RoutingShape) -> None:
+        """From now on keep what each new token is routed to; see ``PagedCache``."""
+        super().keep_routing(shape)
+        self._state = []  # the layers have to be told where
+
     @staticmethod
     def _num_layers_of(config: GlmMoeDsaConfig) -> int:
         return config.num_hidden_layers
@@ -372,6 +379,7 @@ class NativeGlmMoeDsa(NativeDecoder):
             index_dim=config.index_head_dim,
             index_topk=config.num_selected,
             is_sparse=is_sparse,
+            **self._routing_sizes(),
             eps=config.rms_norm_eps,
             latent_eps=config.rms_norm_eps if latent_eps is None else latent_eps,
             index_eps=1e-6,
@@ -388,8 +396,28 @@ class NativeGlmMoeDsa(NativeDecoder):
                 **self._attention(i),
                 feed_forward=structs.FeedForward(**self._feed_forward(i)),
                 **structs.addresses(self._rows_of_layer(i)),
+                **self._routing_of_layer(i),
             )
         return layers
+
+    def _routing_sizes(self) -> dict[str, int]:
+        if self.routed is None:
+            return {}
+        shape = self.routed.shape
+        return {"routed_bytes": shape.expert_bytes, "selected_bytes": shape.position_bytes}
+
+    def _routing_of_layer(self, layer: int) -> dict[str, int]:
+        """Return where a layer writes what it routes to; the MTP layer, whose drafts nobody replays, writes nothing."""
+        if self.routed is None or layer >= self._config.num_hidden_layers:
+            return {}
+        places: dict[str, int] = {}
+        shape, indexed = self.routed.shape, self._config.indexed_layers
+        if shape.num_expert_layers and self._has_experts(layer):
+            place = layer - self._config.first_k_dense_replace
+            places["routed"] = self.routed.experts[place].ctypes.data
+        if shape.num_indexers and layer in indexed:
+            places["selected"] = self.routed.keys[indexed.index(layer)].ctypes.data
+        return places
 
     def _rows_of_layer(self, layer: int) -> dict[str, Tensor]:
         return self.layer(layer)

@@ -59,7 +59,7 @@ class BlockedPagedCache(PagedCache):
     @property
     def num_bytes(self) -> int:
         """Memory of all rows [bytes]."""
-        return sum(rows.nbytes for rows in self._storage.values())
+        return sum(rows.nbytes for rows in self._storage.values()) + self._routing_bytes
 
     def copy_rows(self, source_page: int, target_page: int, count: int) -> None:
         """Copy the first ``count`` positions of one page to another, in all layers.
@@ -69,6 +69,7 @@ class BlockedPagedCache(PagedCache):
         for name, rows in self._storage.items():
             steps = -(-count // self._lanes) if self._tables[name].is_blocked else count
             rows[:, target_page, :, :steps] = rows[:, source_page, :, :steps]
+        self._copy_routing(source_page, target_page, count)
 
 
 def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

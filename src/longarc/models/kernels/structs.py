@@ -82,7 +82,7 @@ class MlaLayer(ctypes.Structure):
         *_pointers("input_norm input q_norm kv_norm query key_absorb value_absorb output"),
         *_pointers("index_norm_weight index_norm_bias post_norm"),
         ("feed_forward", FeedForward),
-        *_pointers("latents index_keys"),
+        *_pointers("latents index_keys routed selected"),
     ]
 
 
@@ -91,7 +91,7 @@ class MlaShape(ctypes.Structure):
 
     _fields_: ClassVar[list[_CField]] = [
         *_integers("num_layers hidden num_heads q_rank latent nope rope value"),
-        *_integers("index_heads index_dim index_topk is_sparse"),
+        *_integers("index_heads index_dim index_topk is_sparse routed_bytes selected_bytes"),
         *_reals("eps latent_eps index_eps scale index_scale"),
     ]
 

@@ -12,6 +12,7 @@
 
 #include "experts.h"
 #include "new_rows.h"
+#include "routed.h"
 #include "row_attention.h"
 
 namespace longarc {
@@ -41,11 +42,13 @@ struct MlaLayer {
     const float *post_norm;
     FeedForward feed_forward;
     float *latents, *index_keys;  // [page][position][dim] and [page][position blocks][dim][LANES]
+    uint8_t *routed, *selected;   // out, [page][position][choice]: experts, selected positions; null where nobody asks
 };
 
 struct MlaShape {
     int64_t num_layers, hidden, num_heads, q_rank, latent, nope, rope, value;
     int64_t index_heads, index_dim, index_topk, is_sparse;
+    int64_t routed_bytes, selected_bytes;  // of a number in `routed`, in `selected`
     float eps, latent_eps, index_eps, scale, index_scale;
 };
 
@@ -99,6 +102,14 @@ inline void feed_forward_rows(const FeedForward& ff, int64_t hidden, int64_t num
     if (ff.shared_width)
         dense_rows<Store::ADD>(ff.shared_gate_up, ff.shared_down, hidden, ff.shared_width, num, normed, mixed, s);
     for (int64_t i = 0; i < num * hidden; i++) x[i] += mixed[i];
+}
+
+// Keeps what feed_forward_rows chose for rows [first, first + num).
+inline void keep_experts(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
+                         const ChunkScratch& s) {
+    const int64_t count = layer.feed_forward.num_chosen;
+    for (int64_t r = 0; r < num; r++)
+        keep_choice(layer.routed, shape.routed_bytes, rows, first + r, &s.chosen[r * count], count);
 }
 
 // The sizes of what a row of MLA is projected to.
@@ -191,6 +202,8 @@ inline void mla_see(const MlaShape& shape, const MlaLayer& layer, const Rows& ro
                          std::min(size, num_keys - at), scores.data() + at);
         }
         if (!choose_best(scores.data(), num_keys, seen.num, selected)) selected[0] = -1;
+        // Who sees no more than that sees everything, which nobody has to be told.
+        if (layer.selected) keep_choice(layer.selected, shape.selected_bytes, rows, row, selected, seen.num);
     }
     if (selects && selected[0] < 0) seen.num = 0;
     if (selects) {
@@ -282,6 +295,7 @@ inline void run_chunk(const MlaShape& shape, const MlaLayer* layers, const Rows&
             mla_queries(shape, layers[l], rows, first, begin, end, s);
             rms_norm_rows(x_b, layers[l].post_norm, normed_b, end - begin, hidden, shape.eps);
             feed_forward_rows(layers[l].feed_forward, hidden, end - begin, normed_b, x_b, s);
+            if (layers[l].routed) keep_experts(shape, layers[l], rows, first + begin, end - begin, s);
         });
     }
     wanted_rows(rows, first, num, rows.ends_only, [&](int64_t begin, int64_t end) {
