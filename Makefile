@@ -9,6 +9,7 @@ STAMP_SMOLLM := $(VENV)/.stamp-smollm
 STAMP_PEERS := .venv-peers/.stamp
 STAMP_GATEWAYS := .venv-gateways/.stamp
 STAMP_VLLM := .venv-vllm/.stamp
+STAMP_TOOLS := .venv-schemathesis/.stamp .venv-renderers/.stamp
 AGENTS := $(shell sed -n 's/^\([a-z-]*\) .*/\1/p' scripts/agents.txt)
 STAMPS_AGENTS := $(AGENTS:%=.agents/%/.stamp)
 # Threads of one operator must sleep, not spin, while another process has the core (docs/ARCHITECTURE.md).
@@ -86,6 +87,9 @@ gateways: $(STAMP_GATEWAYS) ## make .venv-gateways with the gateways that LongAr
 $(STAMP_VLLM): benchmarks/vllm.txt scripts/setup_vllm.sh
 	@bash scripts/setup_vllm.sh "$(PYTHON)" && touch $@
 
+$(STAMP_TOOLS): .venv-%/.stamp: tests/integration/%.txt scripts/setup_tool.sh
+	@bash scripts/setup_tool.sh "$(PYTHON)" $* && touch $@
+
 $(STAMPS_AGENTS): .agents/%/.stamp: scripts/setup_agent.sh scripts/agents.txt
 	@bash scripts/setup_agent.sh "$(PYTHON)" $* && touch $@
 
@@ -148,7 +152,7 @@ kill-test: $(STAMP_DEV) ## kill -9 at 20 random moments; nothing lost, doubled o
 fuzz-gateway: $(STAMP_DEV) ## 100,000 requests near what clients send, in each dialect
 	PYTHONPATH=tests $(BIN)/python tests/codec_fuzz.py $(BENCH)
 
-integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) $(STAMPS_AGENTS) models/smollm2-135m/config.json ## the tests that need the peers, a real vLLM, and real agents
+integration: $(STAMP_DEV) $(STAMP_PEERS) $(STAMP_VLLM) $(STAMP_TOOLS) $(STAMPS_AGENTS) models/smollm2-135m/config.json ## the tests that need other programs: peers, a real vLLM, real agents, schemathesis, renderers
 	$(BIN)/python -m pytest -q -m integration
 
 clean: ## remove what can be made again (never runs/)

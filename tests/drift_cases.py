@@ -1,8 +1,8 @@
 """Random conversations of a black-box client with a gateway, and the proof that no token drifted.
 
-A client keeps its history in the wire's JSON and spells it anew with every request, as real ones do: other
-key orders and numbers, content as parts, cache marks that move, ids and fields of its own, reasoning left
-out. It also edits, goes back, folds, compacts, asks beside the work, starts sub-agents, asks again, and the
+A client speaks one of the three dialects, now and then all of them in one session. It brings answers back as they
+were told, or spells its history anew with every request, as real ones do: other key orders and numbers, content as
+parts, cache marks that move, ids and fields of its own, reasoning left out. It also edits, goes back, folds, compacts, asks beside the work, starts sub-agents, asks again, and the
 gateway is killed now and then. The engine records what it saw and sampled; ``check`` compares.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from drift_parts import MOVES, OPTIONS, TOOLS, RecordingEngine, Wire, text
+from drift_parts import MOVES, OPTIONS, TOOLS, RecordingEngine, text
+from drift_wires import WIRES, Wire
 from longarc.errors import EngineError
-from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
-from longarc.gateway.dialect import ChatRequest, Surroundings
+from longarc.gateway.dialect import Exchange, Surroundings
 from longarc.gateway.session import Answer, GatewaySession
 from longarc.gateway.tree import id_array
 from longarc.gateway.turn_options import TurnOptions
@@ -29,6 +29,7 @@ from longarc.records.segment import SegmentKind
 from longarc.tokens.chat_format import ChatFormat
 from longarc.tokens.chatml import ChatMlFormat
 from longarc.tokens.glm import GlmFormat
+from longarc.tokens.renderer_format import RendererFormat
 from longarc.tokens.template_format import TemplateFormat
 from longarc.tokens.tokenizer import GLM_SPECIAL_TOKENS
 from template_cases import GROWING, template_format
@@ -74,10 +75,10 @@ class DriftError(AssertionError):
 class Conversation:
     """One random session from its first request to the check of its segments."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, formats: Sequence[tuple[ChatFormat, bool]] | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(f"drift/{seed}")
-        chat_format, is_glm = self.rng.choice(chat_formats())
+        chat_format, is_glm = self.rng.choice(formats or chat_formats())
         self.format = chat_format
         tags = chat_format.streamed_tags
         self.engine = RecordingEngine(
@@ -86,7 +87,10 @@ class Conversation:
             self.rng,
             opens_thinking=tags is None or tags.opens_thinking,
         )
-        self.wire = Wire(self.rng)
+        self.wires = [wire(self.rng) for wire in WIRES]
+        self.own_wire = self.rng.choice(self.wires)
+        self.mixes = self.rng.random() < 0.2
+        """Whether requests of one session come in different dialects."""
         self.lineage = Lineage() if self.rng.random() < 0.7 else None
         self.counts: Counter[str] = Counter()
         self.side_records: set[int] = set()
@@ -206,7 +210,8 @@ class Conversation:
         options = replace(
             self._options(), idempotency_key=key and f"{key}{before}", body_digest=b"%d" % before
         )
-        messages = self._sent(context.messages, TOOLS).messages
+        wire, exchange = self._sent(context.messages, TOOLS)
+        messages = exchange.request.messages
         first, second = await asyncio.gather(
             self.session.answer(messages, tools=TOOLS, options=options),
             self.session.answer(messages, tools=TOOLS, options=options),
@@ -222,7 +227,7 @@ class Conversation:
                 other.node.sampled_ids, first.node.sampled_ids, "the ids of a repeated request"
             )
             self._same(other.turn, first.turn, "the answer to a repeated request")
-        return self._answered(context, first)
+        return self._answered(context, first, wire, exchange)
 
     async def _failed(self, context: Context) -> Context:
         self.engine.fails = True
@@ -247,23 +252,30 @@ class Conversation:
     async def _ask(
         self, context: Context, *, tools: tuple[ToolSpec, ...] = TOOLS, is_side: bool = False
     ) -> Context:
-        request = self._sent(context.messages, tools)
+        wire, exchange = self._sent(context.messages, tools)
+        request = exchange.request
         answer = await self.session.answer(
             request.messages, tools=request.tools, options=self._options()
         )
-        answered = self._answered(context, answer)
+        answered = self._answered(context, answer, wire, exchange)
         if is_side and self.lineage is not None:
             self.side_records.add(answered.answers[len(context.messages)])
         return answered
 
-    def _sent(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> ChatRequest:
-        """A conversation as the codec reads it from the client's spelling, which it may have seen before."""
+    def _sent(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> tuple[Wire, Exchange]:
+        """A conversation as a codec reads it from the client's spelling, which it may have seen before."""
         around = Surroundings(
             tokenizer=self.format.tokenizer, created_s=0, history=self.session.history
         )
-        return ChatCompletions().read(self.wire.body(messages, tools), around).request
+        wire = self.rng.choice(self.wires) if self.mixes else self.own_wire
+        self.counts[type(wire).__name__] += 1
+        return wire, wire.dialect.read(wire.body(messages, tools), around)
 
-    def _answered(self, context: Context, answer: Answer) -> Context:
+    def _answered(
+        self, context: Context, answer: Answer, wire: Wire, exchange: Exchange
+    ) -> Context:
         number = next(
             i
             for i, record in reversed(list(enumerate(self.engine.records)))
@@ -274,12 +286,15 @@ class Conversation:
         if context.expected is not None:
             parent = self.engine.records[context.expected]
             stored = parent.prompt + parent.ids
-            if answer.node.parent is None and isinstance(self.format, TemplateFormat):
-                # A template may show the turn otherwise, such as one with a stray tag: then it is a branch.
+            if answer.node.parent is None and isinstance(
+                self.format, TemplateFormat | RendererFormat
+            ):
+                # It may show the turn otherwise, such as one with a stray tag: then it is a branch.
                 self.counts["rewritten"] += 1
             else:
                 self._same(record.prompt[: len(stored)], stored, "the prefix of a prompt")
         message = answer.turn.message
+        wire.hear(message, exchange.whole([answer]))
         return Context(
             [*context.messages, message], {**context.answers, len(context.messages): number}
         )

@@ -1,4 +1,4 @@
-"""The two ends of a random conversation: an engine that records what it does, and a client's spelling."""
+"""The engine of a random conversation, which records what it does, and what may be said; clients are in drift_wires."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longarc.errors import EngineError
-from longarc.records.message import Message, Role, ToolSpec
+from longarc.records.message import ToolSpec
 from longarc.records.sampling import EngineHealth, SampledTokens, Sampling, WeightSource
 from longarc.tokens.tokenizer import Tokenizer
 from token_samples import BASH
@@ -179,88 +179,3 @@ def misspelt(words: str, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
         ids += tokenizer.encode(words[:cut])
         words = words[cut:]
     return ids
-
-
-class Wire:
-    """Spells messages as a client of chat completions might."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def body(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
-        marked = self._rng.randrange(len(messages))
-        request: dict[str, Any] = {
-            "model": "m",
-            "messages": [self._message(m, i == marked) for i, m in enumerate(messages)],
-        }
-        if tools:
-            request["tools"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": t.name,
-                        "description": t.description,
-                        "parameters": t.parameters,
-                    },
-                }
-                for t in tools
-            ]
-        return json.dumps(self._reordered(request), ensure_ascii=self._rng.random() < 0.5).encode()
-
-    def _message(self, message: Message, is_marked: bool) -> dict[str, Any]:
-        rng = self._rng
-        out: dict[str, Any] = {
-            "role": message.role.value,
-            "content": self._content(message, is_marked),
-        }
-        if rng.random() < 0.3:
-            out |= {"id": f"msg_{rng.random()}", "status": "completed", "annotations": []}
-        if message.role is Role.SYSTEM and rng.random() < 0.2:
-            out["role"] = "developer"
-        if message.reasoning is not None and rng.random() < 0.5:
-            out["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            out["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": self._arguments(call.arguments)}
-                    if call.error is None
-                    else {"name": call.name, "arguments": f"malformed call: {call.error}"},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id is not None:
-            out["tool_call_id"] = message.tool_call_id
-        return self._reordered(out)
-
-    def _content(self, message: Message, is_marked: bool) -> Any:
-        if not message.content and message.tool_calls and self._rng.random() < 0.5:
-            return None
-        if not is_marked and self._rng.random() < 0.6:
-            return message.content
-        part: dict[str, Any] = {"type": "text", "text": message.content}
-        if is_marked:
-            part["cache_control"] = {"type": "ephemeral"}
-        return [self._reordered(part)]
-
-    def _arguments(self, arguments: Any) -> str:
-        rng = self._rng
-        blanks = rng.choice(((",", ":"), (", ", ": "), (" , ", " :\n")))
-        return json.dumps(
-            self._respelt(arguments), ensure_ascii=rng.random() < 0.5, separators=blanks
-        )
-
-    def _respelt(self, item: Any) -> Any:
-        if isinstance(item, dict):
-            return self._reordered({key: self._respelt(inner) for key, inner in item.items()})
-        if isinstance(item, list):
-            return [self._respelt(inner) for inner in item]
-        if isinstance(item, float) and item.is_integer() and self._rng.random() < 0.5:
-            return int(item)
-        return item
-
-    def _reordered(self, item: dict[str, Any]) -> dict[str, Any]:
-        names = list(item)
-        self._rng.shuffle(names)
-        return {name: item[name] for name in names}

@@ -44,6 +44,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what the upstreams are; longarc is longarc serve --engine-only",
     )
     parser.add_argument(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of vLLM or SGLang: a server that prefills for an --upstream, which then only decodes; one for each, in "
+        "the same order",
+    )
+    parser.add_argument(
         "--chat-format",
         type=_chat_format,
         required=True,
@@ -174,6 +182,7 @@ def _settings(arguments: argparse.Namespace) -> "tuple[GatewaySettings, str]":
         upstream=UpstreamSettings(
             kind=arguments.engine,
             addresses=tuple(dict.fromkeys(arguments.upstream)),
+            prefill_addresses=tuple(dict.fromkeys(arguments.prefill)),
             key=os.environ.get(ENGINE_KEY) or None,
             model_directory=arguments.model,
             max_context_tokens=arguments.max_context_tokens,

@@ -164,10 +164,15 @@ async def open_sglang(
             stack.push_async_callback(process.close)
         checked: SglangServer | SglangPair = server
         if config.prefill_url is None:
-            await server.check(config)
+            await server.check(deterministic=config.deterministic)
         else:
             prefill = _sglang(stack, config, config.prefill_url, model_directory)
-            checked = await SglangPair.found(prefill, server, config)
+            checked = await SglangPair.found(
+                prefill,
+                server,
+                prefill_url=config.prefill_url,
+                deterministic=config.deterministic,
+            )
         if not config.deterministic:
             _logger.warning(
                 "SGLang ignores seeds without deterministic inference: the run cannot be repeated; set "

@@ -20,7 +20,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from longarc.config.engine_clients import SglangConfig
 from longarc.engine.http_json import HttpJson, prometheus
 from longarc.engine.pair import InFlight
 from longarc.engine.pieces import Chunk, Ending, VersionSpan, raw_logprobs_are_free
@@ -72,12 +71,12 @@ class SglangServer:
         return True
 
     async def check(
-        self, config: SglangConfig, *, mode: Literal["null", "prefill", "decode"] = "null"
+        self, *, deterministic: bool | None, mode: Literal["null", "prefill", "decode"] = "null"
     ) -> Mapping[str, Any]:
         """Refuse a server that was started in a way LongArc cannot use; return what it was started with.
 
         Args:
-            config: the recipe's engine.
+            deterministic: whether it has to sample what seeds say, or must not spend time on it; None is either.
             mode: its part where prefill and decode are apart.
 
         Raises:
@@ -87,18 +86,17 @@ class SglangServer:
         found = info.get("disaggregation_mode", "null")
         if found != mode:
             raise ConfigError(
-                f"the SGLang server at {self.http.where} has --disaggregation-mode {found}, the recipe needs {mode}: "
-                f"engine.url names the server that decodes, engine.prefill_url the one that prefills, and a server "
-                f"that does both is named by engine.url alone"
+                f"the SGLang server at {self.http.where} has --disaggregation-mode {found}, it needs {mode}: "
+                f"engine.url (--upstream) names the server that decodes, engine.prefill_url (--prefill) the one that "
+                f"prefills, and a server that does both is named by the first alone"
             )
-        wanted = {
-            "enable_metrics": True,
-            "enable_deterministic_inference": config.deterministic,
-        }
+        wanted = {"enable_metrics": True}
+        if deterministic is not None:
+            wanted["enable_deterministic_inference"] = deterministic
         for key, value in wanted.items():
             if info.get(key, False) != value:
                 raise ConfigError(
-                    f"the SGLang server at {self.http.where} has {key}={info.get(key, False)}, the recipe needs {value}: start it "
+                    f"the SGLang server at {self.http.where} has {key}={info.get(key, False)}, it needs {value}: start it "
                     f"{'with' if value else 'without'} --{key.replace('_', '-')}"
                 )
         return info

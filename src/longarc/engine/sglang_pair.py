@@ -22,7 +22,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from longarc.config.engine_clients import SglangConfig
 from longarc.engine.pair import InFlight, both, joint_counts, with_cached_tokens
 from longarc.engine.pieces import Chunk
 from longarc.engine.served import ServerCounts, ServerRequest
@@ -57,24 +56,34 @@ class SglangPair:
         self._version: int | None = None
 
     @classmethod
-    async def found(cls, prefill: SglangServer, decode: SglangServer, config: SglangConfig) -> Self:
+    async def found(
+        cls,
+        prefill: SglangServer,
+        decode: SglangServer,
+        *,
+        prefill_url: str,
+        deterministic: bool | None,
+    ) -> Self:
         """Ask both servers how they were started, and pair them.
 
+        Args:
+            prefill: computes prompts.
+            decode: samples.
+            prefill_url: address of ``prefill``, whose host ``decode`` is told.
+            deterministic: see ``SglangServer.check``.
+
         Raises:
-            ConfigError: one was started in a way LongArc cannot use, or does not have the part the recipe gives it.
+            ConfigError: one was started in a way LongArc cannot use, or does not have the part it is given.
         """
-        assert config.prefill_url is not None
-        await decode.check(config, mode="decode")
-        info = await prefill.check(config, mode="prefill")
+        await decode.check(deterministic=deterministic, mode="decode")
+        info = await prefill.check(deterministic=deterministic, mode="prefill")
         port = info.get("disaggregation_bootstrap_port")
         if not isinstance(port, int):
             raise ConfigError(
                 f"the SGLang server at {prefill.http.where} does not say its disaggregation_bootstrap_port "
                 f"({port!r}): start it with --disaggregation-bootstrap-port"
             )
-        return cls(
-            prefill, decode, bootstrap_host=_host_of(config.prefill_url), bootstrap_port=port
-        )
+        return cls(prefill, decode, bootstrap_host=_host_of(prefill_url), bootstrap_port=port)
 
     async def label(self, policy_version: int) -> None:
         """Say which version the weights they started with are."""

@@ -81,7 +81,7 @@ class VllmServer:
             raise ConfigError(
                 f"the vLLM server at {self.http.where} has no KV connector, and would compute prompts itself: start "
                 f'it with --kv-transfer-config \'{{"kv_connector":"NixlConnector","kv_role":"kv_both"}}\', or leave '
-                f"engine.prefill_url out"
+                f"engine.prefill_url (--prefill) out"
             )
         mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":

@@ -15,7 +15,9 @@ from pydantic_core import from_json
 
 from longarc.gateway.answers import Answer
 from longarc.gateway.dialect import (
+    BOOLEAN,
     MAX_CHOICES,
+    WHOLE,
     ChatRequest,
     NamedTool,
     Surroundings,
@@ -115,7 +117,7 @@ class _Thinking(Wire):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["enabled", "disabled"]
-    clear_thinking: Literal[False] | None = None
+    clear_thinking: Annotated[Literal[False], BOOLEAN] | None = None
 
 
 class _TemplateOptions(Wire):
@@ -155,14 +157,14 @@ class ChatCompletionsBody(Wire):
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    top_k: Annotated[int, Field(ge=0), WHOLE] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED), WHOLE] | None = None
     stop: str | list[str] | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None

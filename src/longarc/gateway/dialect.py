@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from longarc.gateway.answers import Answer
 from longarc.gateway.reading import ReadHistory
@@ -147,9 +147,30 @@ class Dialect(Protocol):
 
 
 class Wire(BaseModel):
-    """Base of what clients send back: fields of their own (ids, annotations, status) are not our business."""
+    """Base of what clients send back: fields of their own (ids, annotations, status) are not our business.
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    A word is no number and a number no truth value: what is guessed in one request is missed in another.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE: Final = BeforeValidator(_whole)
+"""Of a field that is a whole number: JSON has one kind of number, so 4096.0 is 4096."""
+
+
+def _boolean(value: object) -> object:
+    if not isinstance(value, bool):
+        raise ValueError("it is neither true nor false")  # noqa: TRY004 pydantic tells of this one
+    return value
+
+
+BOOLEAN: Final = BeforeValidator(_boolean)
+"""Of a field that has one truth value only, to which the number of the same value in Python is equal."""
 
 
 def refusal(error: ValidationError, body: bytes, what: str) -> WireError:
@@ -210,7 +231,11 @@ def check_extra(
             continue
         if name not in only:
             raise unsupported(name, value, "leave it out")
-        if value not in only[name]:
+        # False is 0 in Python and not in JSON.
+        if not any(
+            value == option and isinstance(value, bool) is isinstance(option, bool)
+            for option in only[name]
+        ):
             allowed = " or ".join(repr(option) for option in only[name])
             raise unsupported(name, value, f"leave it out or send {allowed}")
 

@@ -30,7 +30,8 @@ from longarc.gateway.access import Access
 from longarc.gateway.chat_completions import ChatCompletions
 from longarc.gateway.core import Gateway
 from longarc.gateway.dialect import ChatRequest, Dialect, Exchange, Surroundings, json_bytes
-from longarc.gateway.messages import Messages, model_card
+from longarc.gateway.messages import Messages
+from longarc.gateway.messages_events import model_card
 from longarc.gateway.openapi import description
 from longarc.gateway.responses import Responses
 from longarc.gateway.session import GatewaySession
@@ -378,5 +379,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     # The path may hold a key, which the client knows and a log must not.
     where = f"{request.method} {request.url.path}"
-    wire = WireError(error.status_code, f"{where}: {error.detail}", code="not_found")
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    wire = WireError(
+        error.status_code,
+        f"{where}: {error.detail}",
+        code=code,
+        headers=dict(error.headers or {}),  # of a method: which there are instead
+    )
     return _error(wire, _dialect_of(request))

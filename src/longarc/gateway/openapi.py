@@ -27,6 +27,12 @@ _STATUSES: Final = {
     "500": "The gateway made a mistake; nothing was recorded.",
     "503": "The engine does not answer; Retry-After says when to come again.",
 }
+_EVENT: Final = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""One server-sent event; its data is JSON, but for the last one of chat completions."""
 _REF: Final = "#/components/schemas/{model}"
 
 
@@ -68,7 +74,7 @@ def description() -> dict[str, Any]:
 
 def _operation(summary: str, prefix: str) -> dict[str, Any]:
     told: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    events = {"text/event-stream": {"schema": _EVENT}}
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {"200": {"description": "The answer.", "content": told | events}}

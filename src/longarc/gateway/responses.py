@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from longarc.gateway.dialect import (
     MALFORMED,
+    WHOLE,
     ChatRequest,
     NamedTool,
     Surroundings,
@@ -130,7 +131,7 @@ class ResponsesBody(Wire):
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None

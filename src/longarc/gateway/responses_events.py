@@ -80,7 +80,8 @@ class ResponsesExchange:
         items: list[dict[str, Any]] = []
         if message.reasoning:
             items.append(self._reasoning_item(self.around.new_id("rs_"), message.reasoning))
-        if message.content:
+        if message.content or not (items or message.tool_calls):
+            # Also where nothing was said: what is not told, the client cannot bring back.
             items.append(self._message_item(self.around.new_id("msg_"), message.content, answer))
         items += [self._call_item(self.around.new_id("fc_"), call) for call in message.tool_calls]
         return self._ended(items, answer)
@@ -109,7 +110,10 @@ class ResponsesExchange:
     def closing(self, answers: Sequence[Answer]) -> bytes:
         """Return the end of the last item and the whole response."""
         (answer,) = answers
-        out = self._close(answer)
+        if self._open is None and not self._items:
+            out = self._begin(DeltaKind.CONTENT) + self._close(answer)
+        else:
+            out = self._close(answer)
         response = self._ended(self._items, answer)
         return out + self._event(f"response.{response['status']}", response=response)
 

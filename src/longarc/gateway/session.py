@@ -15,7 +15,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from longarc.errors import ConfigError, ContractError, EngineError
@@ -46,6 +46,15 @@ from longarc.records.turn import Turn
 from longarc.tokens.chat_format import ChatFormat
 
 _DEFAULTS: Final = TurnOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A turn that is not recorded yet."""
+
+    answer: Answer
+    digest: "hashlib.blake2b"
+    """Of all ids up to its end."""
 
 
 class GatewaySession:
@@ -295,6 +304,31 @@ class GatewaySession:
         on_progress: OnProgress | None,
     ) -> Answer:
         """Sample the answer to a conversation and record it."""
+        serial = self._next_serial
+        self._next_serial += 1
+        try:
+            made = await self._made(messages, tools, options, on_progress, serial)
+            if self._turn_log is not None:
+                # Nothing may be awaited between a turn's index and this.
+                node = made.answer.node
+                self._turn_log(self._settings.session_id, node.index, encode_turn(node))
+        except BaseException:
+            if self._next_serial == serial + 1:
+                # Nothing of it was recorded and nothing came behind it: asked again, it is the same request.
+                self._next_serial = serial
+            raise
+        self._record(made)
+        return made.answer
+
+    async def _made(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        options: TurnOptions,
+        on_progress: OnProgress | None,
+        serial: int,
+    ) -> "_Made":
+        """Sample an answer and make a turn of it, which is not part of the session yet."""
         thinks = self._thinks(options)
         built, keys = self._built(messages, tools, thinking=thinks)
         parent, prompt = built.parent, built.ids
@@ -307,8 +341,6 @@ class GatewaySession:
             # What the parent has is of the passes that drew its tokens; of its last one it has nothing.
             wanted = replace(wanted, returns_routing_from=max(0, built.num_stored - 1))
         granted = self._meter.hold(wanted.max_new_tokens)
-        serial = self._next_serial
-        self._next_serial += 1
         try:
             wanted = replace(
                 wanted,
@@ -322,11 +354,6 @@ class GatewaySession:
                 opening_ids=opening,
             )
             completion = await self._collected(prompt, wanted, start, on_progress)
-        except BaseException:
-            if self._next_serial == serial + 1:
-                # Nothing of it was recorded and nothing came behind it: asked again, it is the same request.
-                self._next_serial = serial
-            raise
         finally:
             self._meter.settle(granted)
         message, stop = turn_message(
@@ -355,8 +382,8 @@ class GatewaySession:
             body=options.body_digest or b"",
             asked=self._asked(messages[built.num_matched :], tools, options, parent),
         )
-        self._record(node, digest)
-        return Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
+        answer = Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
+        return _Made(answer, digest)
 
     def _built(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
@@ -369,11 +396,10 @@ class GatewaySession:
         matched = (parent, num_matched)
         return self._prompts.build(messages, keys, tools, matched, thinking=thinking), keys
 
-    def _record(self, node: Node, digest: "hashlib.blake2b") -> None:
-        """Make a turn durable, then part of the session; nothing may be awaited between its index and this."""
-        if self._turn_log is not None:
-            self._turn_log(self._settings.session_id, node.index, encode_turn(node))
-        self._tree.add(node, digest)
+    def _record(self, made: "_Made") -> None:
+        """Make a turn that is in the log part of the session."""
+        node = made.answer.node
+        self._tree.add(node, made.digest)
         self._meter.add_turn(len(node.sampled_ids))
         self._repeats.add(node)
         self._on_used(self)

@@ -101,7 +101,8 @@ class RendererFormat:
         Args:
             tokenizer: of the same vocabulary as the Renderer's.
             renderer: where its ``config`` has ``enable_thinking`` or ``clear_thinking``, another Renderer of its
-                class is made for each value that is asked for.
+                class is made for each value that is asked for; one whose ``thinking_retention`` is left open keeps
+                reasoning where the session does.
         """
         self._tokenizer = tokenizer
         self._renderer = renderer
@@ -232,7 +233,14 @@ class RendererFormat:
         if known is not None:
             return known
         config = getattr(self._renderer, "config", None)
-        wanted = {"enable_thinking": thinking, "clear_thinking": clear_thinking}
+        wanted: dict[str, object] = {
+            "enable_thinking": thinking,
+            "clear_thinking": clear_thinking,
+        }
+        is_open = getattr(config, "thinking_retention", "all") is None
+        if is_open and not clear_thinking and not hasattr(config, "clear_thinking"):
+            # Renderers of families whose template always forgets go on across questions when told to, and only then.
+            wanted["thinking_retention"] = "all"
         changed = {
             name: value
             for name, value in wanted.items()

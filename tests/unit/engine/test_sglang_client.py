@@ -251,7 +251,7 @@ async def test_a_server_that_was_started_otherwise_is_refused(disk, info, reason
     http = fake.http()
     server = SglangServer(http, disk(http), on_update="continue")
     with pytest.raises(ConfigError, match=reason):
-        await server.check(CONFIG)
+        await server.check(deterministic=CONFIG.deterministic)
 
 
 def test_the_recipe_chooses_how_weights_travel(tmp_path):

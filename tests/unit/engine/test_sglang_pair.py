@@ -47,10 +47,19 @@ def server_of(tmp_path):
     return make
 
 
+async def paired(server_of, prefill, decode, settings):
+    return await SglangPair.found(
+        server_of(prefill),
+        server_of(decode),
+        prefill_url=settings.prefill_url,
+        deterministic=settings.deterministic,
+    )
+
+
 @pytest.fixture
 def open_engine(server_of):
     async def make(prefill, decode):
-        pair = await SglangPair.found(server_of(prefill), server_of(decode), config())
+        pair = await paired(server_of, prefill, decode, config())
         await pair.label(0)
         prefill.calls.clear()
         decode.calls.clear()
@@ -222,8 +231,8 @@ async def test_health_is_that_of_both(open_engine):
 @pytest.mark.parametrize(
     ("part", "info", "reason"),
     [
-        ("prefill", {"disaggregation_mode": "decode"}, "mode decode, the recipe needs prefill"),
-        ("decode", {"disaggregation_mode": "null"}, "mode null, the recipe needs decode"),
+        ("prefill", {"disaggregation_mode": "decode"}, "mode decode, it needs prefill"),
+        ("decode", {"disaggregation_mode": "null"}, "mode null, it needs decode"),
         ("prefill", {"enable_metrics": False}, "start it with --enable-metrics"),
         ("prefill", {"disaggregation_bootstrap_port": None}, "--disaggregation-bootstrap-port"),
     ],
@@ -234,17 +243,17 @@ async def test_servers_without_the_part_that_the_recipe_gives_them_are_refused(
     prefill, decode = sglang_parts()
     (prefill if part == "prefill" else decode).info |= info
     with pytest.raises(ConfigError, match=reason):
-        await SglangPair.found(server_of(prefill), server_of(decode), config())
+        await paired(server_of, prefill, decode, config())
 
 
 async def test_half_of_a_pair_is_not_taken_for_a_server(server_of):
     alone = SglangConfig(kind="sglang", url="http://decode:1")
-    with pytest.raises(ConfigError, match="mode decode, the recipe needs null"):
-        await server_of(sglang_parts()[1]).check(alone)
-    await server_of(FakeSglang()).check(alone)
+    with pytest.raises(ConfigError, match="mode decode, it needs null"):
+        await server_of(sglang_parts()[1]).check(deterministic=alone.deterministic)
+    await server_of(FakeSglang()).check(deterministic=alone.deterministic)
 
 
 async def test_an_ipv6_address_is_told_in_brackets(server_of):
     prefill, decode = sglang_parts(host="[::1]")
-    pair = await SglangPair.found(server_of(prefill), server_of(decode), config("http://[::1]:3"))
+    pair = await paired(server_of, prefill, decode, config("http://[::1]:3"))
     assert await pair.score([5, 6]) == [0.0, -0.06]

@@ -509,3 +509,49 @@ async def test_text_that_looks_like_control_tokens_stays_text_on_its_way_to_the_
     assert prompt.count(small_tokenizer().special_id("<|user|>")) == 1
     rendered = FORMAT.render([user(evil)], thinking=True, add_generation_prompt=True)
     assert prompt == rendered.token_ids
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_method_that_a_path_has_not_is_a_405_that_tells_those_it_has(route):
+    async with Door(FakeEngine([])).raw() as client:
+        answer = await client.delete(route)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "field"),
+    [
+        ("/v1/chat/completions", {"stream": 0}, "stream"),
+        ("/v1/chat/completions", {"max_tokens": "5"}, "max_tokens"),
+        ("/v1/chat/completions", {"n": True}, "n"),
+        ("/v1/chat/completions", {"temperature": "1"}, "temperature"),
+        (
+            "/v1/chat/completions",
+            {"thinking": {"type": "enabled", "clear_thinking": 0}},
+            "clear_thinking",
+        ),
+        ("/v1/chat/completions", {"presence_penalty": False}, "presence_penalty"),
+        ("/v1/responses", {"store": 0}, "store"),
+        ("/v1/messages", {"max_tokens": 5.5}, "max_tokens"),
+        ("/v1/messages", {"stream": "true"}, "stream"),
+    ],
+)
+async def test_a_word_is_no_number_and_a_number_no_truth_value(route, more, field):
+    body = {"model": "m", "max_tokens": 9} if route == "/v1/messages" else {"model": "m"}
+    body |= {
+        "input" if route == "/v1/responses" else "messages": [{"role": "user", "content": "q"}]
+    }
+    engine = FakeEngine([DONE])
+    async with Door(engine).raw() as client:
+        answer = await client.post(route, json=body | more)
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
+    assert engine.requests == []
+
+
+async def test_a_whole_number_may_be_spelt_with_a_point():
+    engine = FakeEngine([DONE])
+    async with Door(engine).raw() as client:
+        answer = await client.post("/v1/chat/completions", json=chat_body(max_tokens=64.0, n=1.0))
+    assert answer.status_code == 200
+    assert engine.requests[0].sampling.max_new_tokens == 64

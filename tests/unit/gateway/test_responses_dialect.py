@@ -78,6 +78,27 @@ async def test_a_stream_builds_up_the_response_that_it_ends_with():
     assert response.output_text == "a b c"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_that_says_nothing_comes_back_and_its_segment_goes_on(streams):
+    nothing = sampled("</think><|user|>")
+    door = Door(FakeEngine([nothing, DONE], piece_tokens=1))
+    async with door.sdk() as client:
+        items: list = [{"role": "user", "content": "q"}]
+        if streams:
+            events = await streamed(client, input=items, store=False)
+            first = events[-1].response
+            done = [e.item for e in events if e.type == "response.output_item.done"]
+            assert [item.model_dump() for item in done] == [i.model_dump() for i in first.output]
+        else:
+            first = await client.responses.create(model="m", input=items, store=False)
+        (item,) = first.output
+        assert (item.type, item.content[0].text) == ("message", "")
+        items += [item.model_dump(exclude_none=True), {"role": "user", "content": "well?"}]
+        await client.responses.create(model="m", input=items, store=False)
+    (segment,) = door.session.segments()
+    assert segment.num_trained_tokens == len(nothing) + len(DONE)
+
+
 async def test_the_sdks_own_stream_helper_reads_it():
     door = Door(FakeEngine([LOOK], piece_tokens=1))
     async with (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fakes import FakeEngine
-from longarc.errors import ConfigError, ContractError, EngineError
+from longarc.errors import ConfigError, ContractError, EngineError, ResourceError
 from longarc.gateway.core import Gateway
 from longarc.gateway.session import GatewaySession
 from longarc.gateway.session_settings import SessionClosed
@@ -327,6 +327,30 @@ async def test_a_turn_without_room_exhausts_the_context_and_records_nothing():
         await session.chat([user("a question that does not fit")])
     assert session.segments() == ()
     assert engine.requests == []
+
+
+async def test_a_turn_that_the_log_did_not_take_is_sampled_again_with_the_same_seed_and_call_ids():
+    failures = [True]
+
+    def full_once(session_id: str, index: int, payload: bytes) -> None:
+        if failures and failures.pop():
+            raise ResourceError("the disk is full")
+
+    engine = FakeEngine([LOOK, LOOK])
+    gateway = Gateway(engine, FORMAT, turn_log=full_once)
+    session = opened(engine, gateway=gateway, sampling=Sampling(max_new_tokens=99, seed=7))
+    with pytest.raises(ResourceError, match="disk is full"):
+        await session.chat([user("q")], tools=[BASH])
+    again = await session.answer([user("q")], tools=[BASH])
+    first, second = (request.sampling.seed for request in engine.requests)
+    assert first is not None
+    assert first == second
+    assert again.node.serial == 0
+
+    undisturbed = opened(FakeEngine([LOOK]), sampling=Sampling(max_new_tokens=99, seed=7))
+    alone = await undisturbed.answer([user("q")], tools=[BASH])
+    assert again.turn.message == alone.turn.message
+    assert session.payloads() == undisturbed.payloads()
 
 
 async def test_stop_ids_of_the_format_are_asked_for_and_seeds_differ_by_turn():

@@ -158,6 +158,32 @@ def test_thinking_is_the_renderers_own_setting_made_for_each_value():
     assert prompts == ["assistant:", "assistant:-", "assistant:"]
 
 
+@dataclass(frozen=True)
+class Forgetting(Config):
+    thinking_retention: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("own", "clear_thinking", "asked"),
+    [(None, False, "all"), (None, True, None), ("tool_cycle", False, "tool_cycle")],
+)
+def test_a_renderer_that_leaves_it_open_keeps_reasoning_where_the_session_does(
+    own, clear_thinking, asked
+):
+    made = []
+
+    class Kept(Short):
+        def bridge_to_next_turn(self, *arguments, **options):
+            made.append(self.config.thinking_retention)
+            return super().bridge_to_next_turn(*arguments, **options)
+
+    view = RendererTokenizer(TOKENIZER)
+    chat_format = RendererFormat(TOKENIZER, Kept(view, Forgetting(thinking_retention=own)))
+    stored = replace(turn(), clear_thinking=clear_thinking)
+    assert chat_format.tail_after(stored, [user("p")], thinking=True) is not None
+    assert made == [asked]
+
+
 def turn(*, tools=(BASH,)):
     return StoredTurn(
         prompt_ids=(1, 2),
