@@ -1,6 +1,6 @@
 """Runs one agent program with a checkpoint of a run behind it."""
 
-from longarc.config.stages import RolloutConfig
+from longarc.config.rollout import RolloutConfig
 from longarc.errors import ConfigError, boundary
 from longarc.pipeline.agent import STAGE, AgentRun, AgentSettings, run_program_on_task
 from longarc.pipeline.engines import served_context_tokens
