@@ -70,6 +70,14 @@ def processor_s() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def processor_s_of_others() -> float:
+    """Return the processor time [s] that all processes but this one have had since the machine started."""
+    first = Path("/proc/stat").read_text().splitlines()[0].split()
+    user, nice, system, _idle, _waiting, *interrupts = map(int, first[1:9])
+    used = user + nice + system + sum(interrupts)
+    return used / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 class Table:
     """Prints ``figure | ours | peer | ratio | bar`` row by row, and last how many bars hold."""
 

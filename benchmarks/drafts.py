@@ -10,10 +10,15 @@ time at batch 1, 2 and 4; also with a model of 12 layers, which is the checkpoin
 say nothing at first, trained on for ``--deep-steps`` as the ``sft`` stage trains, and then given drafts like the arms.
 
 Usage: python benchmarks/drafts.py [--run runs/quickstart] [--stage sft] [--steps 240] [--depths 3] [--quick]
+
+With ``--keep DIR`` what was trained lies there afterwards, and is not trained again: train whenever, measure the gain in
+time on an idle machine.
 """
 
 import argparse
+import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +35,7 @@ from longarc.errors import LongArcError
 from longarc.models.add_mtp import with_mtp
 from longarc.models.decoder import GlmMoeDsa
 from longarc.models.decoder_base import Decoder
+from longarc.models.hf_weights import load_weights, save_weights
 from longarc.models.threads import set_compute_threads
 from longarc.pipeline.demonstrations import StepConversations
 from longarc.pipeline.preflight import expert
@@ -135,8 +141,25 @@ def load_start(run_dir: Path, stage: str) -> Start:
 def train(
     loaded: Loaded, arm: Arm, documents: StepConversations, options: argparse.Namespace
 ) -> GlmMoeDsa:
-    """Give the model drafts and train them."""
+    """Give the model drafts and train them, unless that was kept."""
     model = with_mtp(loaded.model, num_depths=options.depths, seed=options.seed)
+    _train_or_load(
+        model,
+        lambda: _train_drafts(model, loaded, arm, documents, options),
+        loaded,
+        options,
+        arm.name,
+    )
+    return model
+
+
+def _train_drafts(
+    model: GlmMoeDsa,
+    loaded: Loaded,
+    arm: Arm,
+    documents: StepConversations,
+    options: argparse.Namespace,
+) -> None:
     settings = replace(
         _settings(loaded, lr=options.lr, num_steps=options.steps),
         mode="mtp",
@@ -147,13 +170,21 @@ def train(
     trainer = SupervisedTrainer(model, settings)
     for step in range(options.steps):
         trainer.step(documents(step))
-    return model
 
 
 def train_deep(loaded: Loaded, documents: StepConversations, options: argparse.Namespace) -> Loaded:
-    """Return the checkpoint with a model of more layers, which were trained along with the others."""
+    """Return the checkpoint with a model of more layers, which were trained along with the others, unless it was kept."""
     assert isinstance(loaded.model, GlmMoeDsa)
     model = deepened(loaded.model, DEEP, seed=options.seed)
+    _train_or_load(
+        model, lambda: _train_layers(model, loaded, documents, options), loaded, options, "layers"
+    )
+    return replace(loaded, model=model)
+
+
+def _train_layers(
+    model: GlmMoeDsa, loaded: Loaded, documents: StepConversations, options: argparse.Namespace
+) -> None:
     trainer = SupervisedTrainer(
         model, _settings(loaded, lr=options.deep_lr, num_steps=options.deep_steps)
     )
@@ -163,7 +194,34 @@ def train_deep(loaded: Loaded, documents: StepConversations, options: argparse.N
             print(
                 f"{DEEP} layers, step {step}: {combine(list(report.metrics))['loss/lm_nats']:.4f} nats"
             )
-    return replace(loaded, model=model)
+
+
+def _train_or_load(
+    model: GlmMoeDsa,
+    trains: Callable[[], None],
+    loaded: Loaded,
+    options: argparse.Namespace,
+    what: str,
+) -> None:
+    """Train the model, or take what an earlier call kept of the same checkpoint under the same options."""
+    if options.keep is None:
+        trains()
+        return
+    of_training = ("steps", "depths", "lr", "deep_steps", "deep_lr", "seed")
+    told = [
+        what,
+        str(model.config.num_hidden_layers),
+        loaded.manifest.model_dump_json(),
+        *(f"{name}={getattr(options, name)}" for name in of_training),
+    ]
+    name = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+    path = options.keep / f"{what.replace(' ', '-').lower()}-{name}.safetensors"
+    if path.exists():
+        load_weights(model, path)
+        return
+    trains()
+    options.keep.mkdir(parents=True, exist_ok=True)
+    save_weights(model, path)
 
 
 def _settings(loaded: Loaded, *, lr: float, num_steps: int) -> SupervisedSettings:
@@ -225,6 +283,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=5, help="turns with and without drafts")
     parser.add_argument(
         "--skip-losses", action="store_true", help="leave out the arms that the engine does not use"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="directory of what was trained: it is kept there and not trained again",
     )
     parser.add_argument("--seed", type=natural, default=0, help="of the new layer")
     parser.add_argument("--quick", action="store_true", help="two steps: does it run at all?")

@@ -1,17 +1,21 @@
 """Speculative decoding in the engine: how long chains of drafts really are, and what they gain in time.
 
 The second part of ``drafts.py``. Tasks of the run's own families that nobody has seen are answered at temperature 1, with
-the chat format's stop ids. The gain is the whole engine's with drafts and without, in turns; the prompts are in its cache
-by then, as those of a group or a later turn are, because drafts gain nothing in a prefill.
+the chat format's stop ids. Engines with drafts and without take turns, with one compute thread and with two, and the gain
+is that of the faster one over the faster one: few rows leave a second thread idle, more rows do not. It is that of the whole
+engine by the clock; the prompts are in its cache by then, as those of a group or a later turn are, because drafts gain
+nothing in a prefill. The gain of decoding alone, which leaves out what comes before a task's second token, is there to be
+read. A turn in which others had the cores is made again, whatever it would have said.
 """
 
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from common import Table
+from common import Table, processor_s_of_others
 
 from longarc.config.engine import EngineConfig
 from longarc.engine.embedded import EmbeddedEngine
@@ -27,6 +31,13 @@ LEAST_LENGTH = 2.2
 LEAST_GAIN = 1.3
 MAX_NEW, MAX_CONTEXT, CACHE = 64, 4096, 131_072
 BATCHES = (1, 2, 4)
+THREADS = (1, 2)
+PASSES = 3
+"""As often all tasks are answered in a turn, each time with other seeds."""
+MOST_OTHERS = 0.1
+"""Share of a core that others may have had in a turn that counts."""
+MOST_DISCARDED = 200
+"""Turns that are made again at most; behind them all count."""
 DEEP = 12
 """Layers of the variant whose gain has a bar."""
 
@@ -52,6 +63,32 @@ def tasks_of(documents: Sequence[Document], stop_ids: tuple[int, ...]) -> Tasks:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the engine did for all tasks, prompts in its cache beforehand."""
+
+    health: EngineHealth
+    whole_s: float
+    """Time for all answers [seconds]."""
+    first_s: float
+    """Time for as many of one token: what is asked, planned and computed before decoding [seconds]."""
+    num_answers: int
+    num_tokens: int
+    """Tokens of all answers."""
+    others: float
+    """Processor time of others over wall-clock time."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.whole_s
+
+    @property
+    def decoding_speed(self) -> float:
+        """Tokens behind the first of each answer, per second of decoding."""
+        return (self.num_tokens - self.num_answers) / (self.whole_s - self.first_s)
+
+
 async def answers(
     model: GlmMoeDsa,
     attention: Attention,
@@ -59,9 +96,10 @@ async def answers(
     *,
     num_drafts: int,
     batch: int,
+    num_threads: int = 1,
     ends_early: bool = True,
-) -> tuple[EngineHealth, float]:
-    """Answer every task, ``batch`` at a time; return what the engine says then, and the seconds without prefill.
+) -> Answers:
+    """Answer every task ``PASSES`` times, ``batch`` at a time, other seeds each time.
 
     Chains end early as by default, or not at all.
     """
@@ -70,6 +108,7 @@ async def answers(
         cache_tokens=CACHE,
         max_running=batch,
         num_speculative_tokens=num_drafts,
+        num_threads=num_threads,
         **settings,
     )
     async with EmbeddedEngine(
@@ -79,34 +118,75 @@ async def answers(
 
         async def answer(max_new: int) -> None:
             while waiting:
-                index, prompt = waiting.pop()
-                sampling = Sampling(max_new_tokens=max_new, stop_ids=tasks.stop_ids, seed=index)
-                async for _ in engine.stream(prompt, sampling, session_id=str(index)):
+                seed, prompt = waiting.pop()
+                sampling = Sampling(max_new_tokens=max_new, stop_ids=tasks.stop_ids, seed=seed)
+                async for _ in engine.stream(prompt, sampling, session_id=str(seed)):
                     pass
 
-        seconds = 0.0
-        for max_new in (1, MAX_NEW):
-            waiting += enumerate(tasks.prompts)
+        async def passes(max_new: int, count: int) -> tuple[float, int]:
+            before = (await engine.health()).num_sampled_tokens
             started = time.perf_counter()
-            await asyncio.gather(*(answer(max_new) for _ in range(batch)))
+            for number in range(count):
+                waiting.extend(enumerate(tasks.prompts, start=number * len(tasks.prompts)))
+                await asyncio.gather(*(answer(max_new) for _ in range(batch)))
             seconds = time.perf_counter() - started
-        return await engine.health(), seconds
+            return seconds, (await engine.health()).num_sampled_tokens - before
+
+        await passes(1, 1)  # fills the cache
+        started, before_s = time.perf_counter(), processor_s_of_others()
+        first_s, _ = await passes(1, PASSES)
+        whole_s, num_tokens = await passes(MAX_NEW, PASSES)
+        others_s = processor_s_of_others() - before_s
+        return Answers(
+            health=await engine.health(),
+            whole_s=whole_s,
+            first_s=first_s,
+            num_answers=PASSES * len(tasks.prompts),
+            num_tokens=num_tokens,
+            others=others_s / (time.perf_counter() - started),
+        )
 
 
-def speed(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Tokens per second of one kind of engine, a number for each turn."""
+
+    whole: list[float] = field(default_factory=list)
+    decoding: list[float] = field(default_factory=list)
+
+
+def undisturbed(turn: Callable[[], Answers], discarded: list[float]) -> Answers:
+    """Return the first of its turns in which others left the cores alone; what others had in the rest is noted."""
+    while True:
+        done = turn()
+        if done.others <= MOST_OTHERS or len(discarded) == MOST_DISCARDED:
+            return done
+        discarded.append(done.others)
+
+
+def speeds(
     model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, batch: int, repeats: int
-) -> tuple[float, float, float]:
-    """Return tokens/s with drafts and without, medians, and the median of the ratios of neighbouring turns."""
-    found: dict[int, list[float]] = {NUM_DRAFTS: [], 0: []}
+) -> dict[tuple[int, int], Speeds]:
+    """Measure engines by number of drafts and threads, in turns."""
+
+    def turn(num_drafts: int, num_threads: int) -> Answers:
+        asked = {"num_drafts": num_drafts, "batch": batch, "num_threads": num_threads}
+        return asyncio.run(answers(model, attention, tasks, **asked))
+
+    found = {(drafts, threads): Speeds() for drafts in (NUM_DRAFTS, 0) for threads in THREADS}
+    discarded: list[float] = []
     for _ in range(repeats):
-        for num_drafts, speeds in found.items():
-            health, seconds = asyncio.run(
-                answers(model, attention, tasks, num_drafts=num_drafts, batch=batch)
-            )
-            speeds.append((health.num_sampled_tokens - len(tasks.prompts)) / seconds)
-    ratios = [a / b for a, b in zip(found[NUM_DRAFTS], found[0], strict=True)]
-    with_drafts, without = (statistics.median(speeds) for speeds in found.values())
-    return with_drafts, without, statistics.median(ratios)
+        for (num_drafts, num_threads), own in found.items():
+            done = undisturbed(partial(turn, num_drafts, num_threads), discarded)
+            own.whole.append(done.speed)
+            own.decoding.append(done.decoding_speed)
+    if discarded:
+        ending = ", and then no more" if len(discarded) == MOST_DISCARDED else ""
+        print(
+            f"batch {batch}: others had {min(discarded):.2f} to {max(discarded):.2f} of a core in {len(discarded)} "
+            f"turns, which were made again{ending}"
+        )
+    return found
 
 
 def deepened(model: GlmMoeDsa, num_layers: int, *, seed: int) -> GlmMoeDsa:
@@ -131,12 +211,13 @@ def deepened(model: GlmMoeDsa, num_layers: int, *, seed: int) -> GlmMoeDsa:
 
 def add_length_rows(table: Table, model: GlmMoeDsa, attention: Attention, tasks: Tasks) -> None:
     """Print how long chains are in the engine, and how often each depth stays."""
-    health, _ = asyncio.run(
+    done = asyncio.run(
         answers(model, attention, tasks, num_drafts=NUM_DRAFTS, batch=32, ends_early=False)
     )
+    health, num_layers = done.health, model.config.num_hidden_layers
     length = health.accept_length_tokens
     table.row(
-        f"engine, {model.config.num_hidden_layers} layers, {len(tasks.prompts)} unseen tasks: accept length of {NUM_DRAFTS} drafts [tokens]",
+        f"engine, {num_layers} layers, {len(tasks.prompts)} unseen tasks: accept length of {NUM_DRAFTS} drafts [tokens]",
         f"{length:.3f}",
         bar=f"{LEAST_LENGTH}",
         holds=length >= LEAST_LENGTH,
@@ -151,16 +232,30 @@ def add_length_rows(table: Table, model: GlmMoeDsa, attention: Attention, tasks:
 def add_speed_rows(
     table: Table, model: GlmMoeDsa, attention: Attention, tasks: Tasks, *, repeats: int
 ) -> None:
-    """Print the gain at each batch size; there is a bar for the deep model alone."""
+    """Print the gain at each batch size; there is a bar for the whole engine with the deep model."""
     num_layers = model.config.num_hidden_layers
     for batch in BATCHES:
-        ours, plain, gain = speed(model, attention, tasks, batch=batch, repeats=repeats)
-        has_bar = num_layers >= DEEP
-        table.row(
-            f"engine, {num_layers} layers, batch {batch}: {NUM_DRAFTS} drafts [tokens/s]",
-            f"{ours:,.0f}",
-            peer=f"no drafts {plain:,.0f}",
-            ratio=gain,
-            bar=f"{LEAST_GAIN}x" if has_bar else "-",
-            holds=gain >= LEAST_GAIN if has_bar else None,
-        )
+        found = speeds(model, attention, tasks, batch=batch, repeats=repeats)
+        for kind in ("whole", "decoding"):
+            has_bar = kind == "whole" and num_layers >= DEEP
+            of_kind = {key: getattr(own, kind) for key, own in found.items()}
+            best = {
+                drafts: max(
+                    (of_kind[drafts, threads] for threads in THREADS), key=statistics.median
+                )
+                for drafts in (NUM_DRAFTS, 0)
+            }
+            gain = statistics.median(best[NUM_DRAFTS]) / statistics.median(best[0])
+            table.row(
+                f"engine, {num_layers} layers, batch {batch}, {kind}: {NUM_DRAFTS} drafts, "
+                f"{' and '.join(map(str, THREADS))} threads [tokens/s]",
+                ", ".join(_spread(of_kind[NUM_DRAFTS, threads]) for threads in THREADS),
+                peer=f"no drafts {', '.join(_spread(of_kind[0, threads]) for threads in THREADS)}",
+                ratio=gain,
+                bar=f"{LEAST_GAIN}x" if has_bar else "-",
+                holds=gain >= LEAST_GAIN if has_bar else None,
+            )
+
+
+def _spread(numbers: Sequence[float]) -> str:
+    return f"{statistics.median(numbers):,.0f} ({min(numbers):,.0f} to {max(numbers):,.0f})"

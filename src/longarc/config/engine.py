@@ -41,8 +41,8 @@ class EngineConfig(Settings):
     (speculative decoding), which changes no distribution [tokens]; may be more than the depths that were trained. 0
     drafts none. The cache then also holds the MTP layer's rows and the last states of all tokens."""
     min_draft_probability: float = Field(0.4, ge=0, le=1)
-    """A chain of drafts ends behind one to which the MTP layer gave less than this: what follows it would hardly stay. 0
-    always drafts as many as asked."""
+    """A draft is made only if the MTP layer gives it and those before it, together, this probability or more: verifying
+    one that would hardly stay costs more than it brings. Changes no distribution. 0 always drafts as many as asked."""
     num_threads: int = Field(1, ge=1)
     """Compute threads of the engine; engine and trainer threads together must not exceed the cores."""
 

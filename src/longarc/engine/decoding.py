@@ -42,7 +42,7 @@ class Decoding:
     """Most tokens that a step draws for a request."""
 
     keeps_newest_token = False
-    """Whether what goes on with a completion leaves its newest token to a step."""
+    """Whether the newest token of what is known is left to a step."""
 
     def __init__(self, *, attention: Attention) -> None:
         """Draw from models that attend like this."""

@@ -56,8 +56,7 @@ class Scheduler:
         Args:
             seats: of the cache.
             max_running: sequences computed together.
-            keeps_newest_token: what goes on with a completion that has begun computes all but its newest token
-                beforehand: that begins a step of its own, as if nothing had come between.
+            keeps_newest_token: of what is known all but the newest token is computed beforehand: that begins a step.
         """
         self.seats = seats
         self._max_running = max_running
@@ -122,10 +121,10 @@ class Scheduler:
         if self.num_active >= self._max_running:
             return _Admission.NO_ROOM
         tokens = request.tokens()
-        if self._keeps_newest_token and request.draw_position and len(tokens) > 1:
-            tokens = tokens[:-1]
         is_held = request.weights is not None
         prefix = self.seats.nothing() if is_held else self.seats.find(tokens)
+        if self._keeps_newest_token and len(tokens) > 1:
+            tokens = tokens[:-1]  # all of which may be found
         if self.seats.can_branch and not is_held and self._is_being_computed(tokens, prefix.length):
             return _Admission.WAITS_FOR_PREFILL
         # Others may soon need a page; whoever took the last one would be preempted at once.
@@ -139,9 +138,9 @@ class Scheduler:
         else:
             request.has_begun = True
             request.num_cached = seat.length
-            self.num_prompt_tokens += len(tokens)
+            self.num_prompt_tokens += len(request.prompt)
             self.num_cached_tokens += seat.length
-        self.prefilling.append(request)
+        (self.prefilling if request.num_missing else self.running).append(request)
         return _Admission.ADMITTED
 
     def _num_growing(self) -> int:

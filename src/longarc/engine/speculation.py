@@ -5,9 +5,11 @@
     newest token --draft--> k tokens --one pass of the model over all k + 1--> those that stay, and one more
 
 How many tokens a request drafts in a round depends on its budget and on what it drafts, and its numbers are a function of
-its seed and the position; so its tokens do not depend on company. Whether another one is drafted is decided before it is
-drawn, so that a chain that ends early changes no distribution. What is drafted depends on where rounds begin, so a
-completion that is interrupted goes on with a round of its own, from its newest token.
+its seed and the position; so its tokens do not depend on company. A draft that would make its chain too unlikely is not
+made: as a draft it has no probability, and the token at its place is drawn from what is left of the model's distribution,
+``max(p - q, 0)`` with that q. That is rejection sampling still and changes no distribution. What is drafted depends on
+where rounds begin, so whatever is to be sampled begins with a round: of a prompt, or of a completion that is interrupted,
+all but the newest token is computed beforehand.
 
 Source: the algorithm, ``longarc.algos.speculative``; drafts, GLM-5 (arXiv:2602.15763), section 2.1.
 Shape letters: B requests, D drafts, T = D + 1, N rows of all requests, V vocabulary.
@@ -78,7 +80,7 @@ class Speculation(Decoding):
         Args:
             attention: how the models were trained to attend.
             num_drafts: most tokens to draft in a round.
-            least_probability: a chain ends behind a draft to which the MTP layer gave less.
+            least_probability: no draft is made that the MTP layer gives its chain less than this.
         """
         super().__init__(attention=attention)
         self.max_step_tokens = num_drafts + 1
@@ -135,18 +137,18 @@ class Speculation(Decoding):
         seats = [request.used_seat() for request in requests]
         samplings = [request.sampling for request in requests]
         found = weights.cache.rounds(
-            torch.tensor([request.last_token for request in requests]),
+            [request.last_token for request in requests],
             [seat.index for seat in seats],
             [seat.length for seat in seats],
             RoundDraws(
                 max_rounds=max_rounds,
                 num_drafts=self._num_drafts,
                 least_probability=self._least,
-                temperatures=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
-                seeds=torch.tensor([request.seed for request in requests]),
-                num_drawn=torch.tensor([request.draw_position for request in requests]),
-                budgets=torch.tensor([request.num_left for request in requests]),
-                due=torch.tensor([request.num_until_handover for request in requests]),
+                temperatures=[s.temperature for s in samplings],
+                seeds=[request.seed for request in requests],
+                num_drawn=[request.draw_position for request in requests],
+                budgets=[request.num_left for request in requests],
+                due=[request.num_until_handover for request in requests],
                 stop_ids=[s.stop_ids for s in samplings],
             ),
             interrupt,
@@ -221,6 +223,7 @@ class Speculation(Decoding):
         logits_BV = chain.read(tokens_B)
         most = [min(self._num_drafts, request.num_left - 1) for request in requests]
         counts = [0] * len(requests)
+        chance_B = torch.ones(len(requests), dtype=torch.float64)
         ids: list[Tensor] = []
         probabilities: list[Tensor] = []
         while any(count < limit for count, limit in zip(counts, most, strict=True)):
@@ -233,16 +236,20 @@ class Speculation(Decoding):
                 seeds, [request.draw_position + depth for request in requests], Stream.DRAFT
             )
             tokens_B = inverse_cdf(probability_BV, torch.from_numpy(draws_B))
+            sure_BV = self._sureness(logits_BV, probability_BV, samplings)
+            # What would make its chain too unlikely has no probability as a draft.
+            is_likely_BV = chance_B[:, None] * sure_BV >= self._least
+            probability_BV = torch.where(is_likely_BV, probability_BV, 0.0)
+            chance_B *= sure_BV.gather(1, tokens_B[:, None])[:, 0]
             ids.append(tokens_B)
             probabilities.append(probability_BV)
-            sure_B = self._sureness(logits_BV, probability_BV, samplings, tokens_B)
+            own_B = probability_BV.gather(1, tokens_B[:, None])[:, 0]
             for row, token_id in enumerate(tokens_B.tolist()):
                 if most[row] <= depth:
                     continue
-                has_draft = bool(probability_BV[row].any())
+                has_draft = bool(own_B[row] > 0)
                 counts[row] += has_draft
-                is_last = token_id in samplings[row].stop_ids or sure_B[row] < self._least
-                if is_last or not has_draft:
+                if not has_draft or token_id in samplings[row].stop_ids:
                     most[row] = counts[row]
         if not ids:
             return (
@@ -253,18 +260,14 @@ class Speculation(Decoding):
         return torch.stack(ids, dim=1), torch.stack(probabilities, dim=1), counts
 
     def _sureness(
-        self,
-        logits_BV: Tensor,
-        probability_BV: Tensor,
-        samplings: Sequence[Sampling],
-        tokens_B: Tensor,
-    ) -> list[float]:
-        """Return what the MTP layer gives each draft; greedy ones are as sure as the layer is at temperature 1."""
+        self, logits_BV: Tensor, probability_BV: Tensor, samplings: Sequence[Sampling]
+    ) -> Float[Tensor, "B V"]:
+        """Return how likely each draft is; of greedy ones, how likely the layer has them at temperature 1."""
         greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
         if greedy:
             probability_BV = probability_BV.clone()
             probability_BV[greedy] = torch.softmax(logits_BV[greedy].float(), dim=-1)
-        return probability_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
+        return probability_BV
 
     def _verified_rows(
         self,

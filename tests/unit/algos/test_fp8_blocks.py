@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longarc.algos.fp8 import fp8_rounded
+from longarc.algos.fp8 import fp8_rounded, fp8_rounded_rows
 from longarc.errors import ContractError
 
 
@@ -47,3 +47,10 @@ def test_no_number_is_off_by_more_than_a_sixteenth_or_the_least_step(
 def test_a_block_size_that_is_none_is_refused():
     with pytest.raises(ContractError, match="block_size=0 has to be at least 1"):
         fp8_rounded(torch.ones(2, 2), block_size=0)
+
+
+def test_rows_have_scales_of_their_own_however_they_are_stacked():
+    rows = torch.randn(2, 3, 10, generator=torch.Generator().manual_seed(0))
+    rounded = fp8_rounded_rows(rows, block_size=4)
+    alone = [fp8_rounded(row[None], block_size=4)[0] for row in rows.view(6, 10)]
+    assert torch.equal(rounded.view(6, 10), torch.stack(alone))

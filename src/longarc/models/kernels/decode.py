@@ -219,8 +219,9 @@ class NativeDecoder(BlockedPagedCache, ABC):
 
     def _fresh_layers(self) -> ctypes.Array[Any]:
         # Flat lists of integers: this runs in every step, and tuples would wake the garbage collector.
-        state = [w._version for w in self._weights.values()]
-        state.extend(w.data_ptr() for w in self._weights.values())
+        weights = self._weights.values()
+        state = [w._version for w in weights]
+        state.extend(map(Tensor.data_ptr, weights))
         if state != self._state:
             if not native_for(*self._weights.values()):
                 raise ContractError(

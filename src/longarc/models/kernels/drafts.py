@@ -24,21 +24,21 @@ from longarc.models.kernels.steps import Interrupt, stop_lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundDraws:
-    """How the tokens of some rounds are drawn. Shape letter: B sequences."""
+    """How the tokens of some rounds are drawn; sequences have a value for each of the call's."""
 
     max_rounds: int
     num_drafts: int
     """Tokens to draft in a round, where the budget allows it."""
     least_probability: float
-    """A chain ends behind a draft to which the MTP layer gave less."""
-    temperatures: Float[Tensor, " B"]
+    """No draft is made that would give its chain a smaller probability in the eyes of the MTP layer."""
+    temperatures: Sequence[float]
     """0 takes the most likely token."""
-    seeds: Int[Tensor, " B"]
-    num_drawn: Int[Tensor, " B"]
+    seeds: Sequence[int]
+    num_drawn: Sequence[int]
     """Position in each seed's stream of the next token's draw."""
-    budgets: Int[Tensor, " B"]
+    budgets: Sequence[int]
     """Tokens that may be drawn, at least 1."""
-    due: Int[Tensor, " B"]
+    due: Sequence[int]
     """No round follows one after which a sequence has drawn as many."""
     stop_ids: Sequence[Sequence[int]]
     """Of each sequence: no round follows one that draws one of these, and no token follows it."""
@@ -79,6 +79,7 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             shape: sequences, pages and lengths.
         """
         self._draft = structs.Draft()
+        self._draft_output = torch.empty(0)
         super().__init__(_with_named_layer(weights, config), angles, config, shape)
 
     def under(self, weights: Weights) -> "DraftingGlmMoeDsa":
@@ -125,6 +126,10 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             states=self.layer(behind)["states"].data_ptr(),
             feeds_normed=config.mtp_feeds_normed,
             advances=config.mtp_query_position == "advance",
+        )
+        # What drafts are drawn from need not be exact: the main model decides with its own numbers.
+        self._draft_output = self._library.packed(
+            self._output_weight(), self._arena, compute_dtype="bfloat16"
         )
         return layers
 
@@ -198,7 +203,7 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
 
     def rounds(
         self,
-        token_ids: Int[Tensor, " B"],
+        token_ids: Sequence[int],
         slots: Sequence[int],
         lengths: Sequence[int],
         draws: RoundDraws,
@@ -224,18 +229,21 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             ContractError: the tokens do not fit the cache, or an id is not in the vocabulary.
         """
         layers = self._fresh_layers()
-        vocab = self._output_weight().shape[0]
-        check_ids(token_ids, vocab)
+        vocab, num_rows = self._output_weight().shape[0], len(token_ids)
         room = draws.max_rounds * (draws.num_drafts + 1)
-        most = draws.budgets.clamp(max=room).tolist()
-        self.check(list(slots), list(lengths), most)
+        self.check(list(slots), list(lengths), [min(budget, room) for budget in draws.budgets])
+        # A call of few rounds takes little time, and each tensor some of it: few tensors.
+        told = torch.tensor(
+            [token_ids, slots, lengths, draws.seeds, draws.num_drawn, draws.budgets, draws.due]
+        )
+        tokens_B, slots_B, lengths_B, seeds_B, num_drawn_B, budgets_B, due_B = told.unbind()
+        check_ids(tokens_B, vocab)
+        temperatures_B = torch.tensor(draws.temperatures, dtype=torch.float32)
         stop_ids, stop_ends = stop_lists(draws.stop_ids)
-        tokens_B, slots_B = token_ids.contiguous(), torch.tensor(slots)
-        lengths_B, num_rows = torch.tensor(lengths), len(token_ids)
-        tokens_BR = torch.empty(num_rows, room, dtype=torch.long)
-        logprobs_BR = torch.empty(num_rows, room)
-        counts_B, finite_B = (torch.empty(num_rows, dtype=torch.long) for _ in range(2))
-        drafted_D, accepted_D = (torch.zeros(draws.num_drafts, dtype=torch.long) for _ in range(2))
+        sizes = [num_rows * room, num_rows, num_rows, draws.num_drafts, draws.num_drafts]
+        found = torch.split(torch.empty(sum(sizes), dtype=torch.long), sizes)
+        tokens_BR, counts_B, finite_B, drafted_D, accepted_D = found
+        logprobs_BR = torch.empty(num_rows * room)
         rounds = structs.Rounds(
             max_rounds=draws.max_rounds,
             num_drafts=draws.num_drafts,
@@ -245,11 +253,12 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
             **structs.addresses(
                 {
                     "output": self._output,
-                    "temperatures": draws.temperatures,
-                    "seeds": draws.seeds,
-                    "num_drawn": draws.num_drawn,
-                    "budgets": draws.budgets,
-                    "due": draws.due,
+                    "draft_output": self._draft_output,
+                    "temperatures": temperatures_B,
+                    "seeds": seeds_B,
+                    "num_drawn": num_drawn_B,
+                    "budgets": budgets_B,
+                    "due": due_B,
                     "stop_ids": stop_ids,
                     "stop_ends": stop_ends,
                     "tokens": tokens_BR,
@@ -265,11 +274,11 @@ class DraftingGlmMoeDsa(NativeGlmMoeDsa):
         self._library.call_structs(
             "mla_rounds", self._shape(is_sparse), layers, rows, self._draft, rounds
         )
-        counts = counts_B.tolist()
+        ends = [(row * room, count) for row, count in enumerate(counts_B.tolist())]
         return Verified(
-            token_ids=[row[:n] for row, n in zip(tokens_BR.tolist(), counts, strict=True)],
-            logprobs=[row[:n] for row, n in zip(logprobs_BR.tolist(), counts, strict=True)],
-            is_finite=finite_B.bool().tolist(),
+            token_ids=[tokens_BR[at : at + n].tolist() for at, n in ends],
+            logprobs=[logprobs_BR[at : at + n].tolist() for at, n in ends],
+            is_finite=list(map(bool, finite_B.tolist())),
             num_drafted=drafted_D.tolist(),
             num_accepted=accepted_D.tolist(),
         )

@@ -120,7 +120,8 @@ class Rounds(ctypes.Structure):
     _fields_: ClassVar[list[_CField]] = [
         *_integers("max_rounds num_drafts vocab"),
         ("least_probability", ctypes.c_double),
-        *_pointers("output temperatures seeds num_drawn budgets due stop_ids stop_ends interrupt"),
+        *_pointers("output draft_output temperatures seeds num_drawn budgets due"),
+        *_pointers("stop_ids stop_ends interrupt"),
         *_pointers("tokens logprobs counts is_finite drafted accepted"),
     ]
 

@@ -46,7 +46,7 @@ inline void scores_of(const float* q, int64_t q_stride, const float* blocked, in
         Vec a[HEADS], b[HEADS];
         for (int h = 0; h < HEADS; h++) a[h] = b[h] = Vec{};
         for (int64_t d = 0; d < dim; d++) {
-            const Vec left = load(blocked + d * LANES), right = load(blocked + block_size + d * LANES);
+            const Vec left = held(load(blocked + d * LANES)), right = held(load(blocked + block_size + d * LANES));
 #pragma GCC unroll 4
             for (int h = 0; h < HEADS; h++) {
                 const Vec x = splat(q[h * q_stride + d]);
@@ -63,7 +63,7 @@ inline void scores_of(const float* q, int64_t q_stride, const float* blocked, in
         Vec a[HEADS];
         for (int h = 0; h < HEADS; h++) a[h] = Vec{};
         for (int64_t d = 0; d < dim; d++) {
-            const Vec key = load(blocked + d * LANES);
+            const Vec key = held(load(blocked + d * LANES));
 #pragma GCC unroll 4
             for (int h = 0; h < HEADS; h++) a[h] = multiply_add(splat(q[h * q_stride + d]), key, a[h]);
         }
@@ -115,7 +115,8 @@ inline void weighted_values(const float* weights, int64_t weights_stride, const 
         for (int64_t j = first; j < end; j++, row += values.stride) {
             Vec value[VECS];
 #pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) value[v] = VECS == 1 ? load_upto(row, count) : load(row + v * LANES);
+            for (int v = 0; v < VECS; v++)
+                value[v] = held(VECS == 1 ? load_upto(row, count) : load(row + v * LANES));
 #pragma GCC unroll 4
             for (int h = 0; h < HEADS; h++) {
                 const Vec weight = splat(weights[h * weights_stride + j]);

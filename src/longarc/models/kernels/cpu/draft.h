@@ -18,54 +18,6 @@ struct Draft {
     int64_t feeds_normed, advances;
 };
 
-// As tile, over several panels at once: with few rows a single one has too few sums to keep the multipliers busy. Each
-// sum is the same chain of multiply-adds.
-template <int ROWS, int PANELS>
-inline void wide_tile(const float* x, int64_t x_stride, const float* panels, int64_t num_in, float* y,
-                      int64_t y_stride) {
-    constexpr int VECS = PANEL / LANES;
-    Vec sums[ROWS][PANELS][VECS];
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) sums[r][p][v] = Vec{};
-    for (int64_t k = 0; k < num_in; k++) {
-        Vec a[ROWS];
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) a[r] = splat(x[r * x_stride + k]);
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) {
-                const Vec w = load(panels + (p * num_in + k) * PANEL + v * LANES);
-#pragma GCC unroll 4
-                for (int r = 0; r < ROWS; r++) sums[r][p][v] = multiply_add(a[r], w, sums[r][p][v]);
-            }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-            for (int v = 0; v < VECS; v++) store(y + r * y_stride + p * PANEL + v * LANES, sums[r][p][v]);
-}
-
-// y = x w^T for packed w; as gemm, and the same numbers, but fast for three rows and fewer.
-inline void few_rows_gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const float* x, int64_t x_stride,
-                          const float* packed, float* y, int64_t y_stride) {
-    int64_t column = 0;
-    const auto wide = [&](auto tile, int64_t columns) {
-        for (; column + columns <= num_out; column += columns)
-            tile(x, x_stride, packed + column * num_in, num_in, y + column, y_stride);
-    };
-    if (num_rows == 1) wide(wide_tile<1, 4>, 4 * PANEL);
-    if (num_rows == 2) wide(wide_tile<2, 2>, 2 * PANEL);
-    if (num_rows == 3) wide(wide_tile<3, 2>, 2 * PANEL);
-    gemm(num_rows, num_out - column, num_in, x, x_stride, packed + column * num_in, y + column, y_stride);
-}
-
 inline float* state_of(const Draft& draft, const Rows& rows, int64_t slot, int64_t position, int64_t hidden) {
     const int64_t page = rows.pages[slot * rows.slot_pages + (position >> rows.page_shift)];
     return draft.states + (page * page_keys(rows) + (position & (page_keys(rows) - 1))) * hidden;
@@ -87,7 +39,7 @@ inline void draft_input(const MlaShape& shape, const MlaLayer& layer, const Draf
             rms_norm_row(rows.embedding + rows.tokens[first + r] * hidden, draft.token_norm, to, hidden, shape.eps);
         rms_norm_row(before(r), draft.state_norm, to + hidden, hidden, shape.eps);
     }
-    few_rows_gemm(num, hidden, 2 * hidden, joined, 2 * hidden, draft.joint, x, hidden);
+    gemm(num, hidden, 2 * hidden, joined, 2 * hidden, draft.joint, x, hidden);
     rms_norm_rows(x, layer.input_norm, normed, num, hidden, shape.eps);
 }
 
@@ -161,7 +113,7 @@ inline void draft_depth(const MlaShape& shape, const MlaLayer& layer, const Draf
         draft_input(shape, layer, draft, rows, first, num, false, [&](int64_t r) { return fed + r * hidden; }, s);
         float* input = s.projected.floats(num * shape.q_rank);
         float* q_latent = s.q_latent.floats(num * shape.q_rank);
-        few_rows_gemm(num, shape.q_rank, hidden, s.normed.floats(0), hidden, layer.input, input, shape.q_rank);
+        gemm(num, shape.q_rank, hidden, s.normed.floats(0), hidden, layer.input, input, shape.q_rank);
         rms_norm_rows(input, layer.q_norm, q_latent, num, shape.q_rank, shape.latent_eps);
         asking.index_keys = nullptr;
         turned = rows;
@@ -171,7 +123,7 @@ inline void draft_depth(const MlaShape& shape, const MlaLayer& layer, const Draf
     const MlaWidths width(shape, asking);
     const float *input = s.projected.floats(0), *heads = s.index.floats(0);
     float *x = s.x.floats(0), *normed = s.normed.floats(0);
-    mla_attend(shape, layer, num, x, s, [&](int64_t r) {
+    mla_attend(shape, layer, rows, first, num, x, s, [&](int64_t r) {
         const float *index_query = nullptr, *index_weights = nullptr;
         if (asking.index_keys) {
             index_query = heads + r * width.heads + width.queries;

@@ -67,7 +67,7 @@ inline void tile(const Number* x, int64_t x_stride, const Number* panel, const N
         decltype(load(panel)) w[VECS];
         if (FETCH) __builtin_prefetch(ahead + k * LANES);
 #pragma GCC unroll 2
-        for (int v = 0; v < VECS; v++) w[v] = load(panel + k * PANEL + v * LANES);
+        for (int v = 0; v < VECS; v++) w[v] = held(load(panel + k * PANEL + v * LANES));
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             const auto a = splat(ACROSS ? x[k * x_stride + r] : x[r * x_stride + k]);
@@ -117,6 +117,57 @@ inline void tile_of(int rows, const Number* x, int64_t x_stride, const Number* p
 #undef LONGARC_TILE
 }
 
+// As tile, over several panels at once: with few rows a single one has too few sums to keep the multipliers busy.
+template <int ROWS, int PANELS, Store MODE, class Number>
+inline void wide_tile(const Number* x, int64_t x_stride, const Number* panels, int64_t num_in, float* y,
+                      int64_t y_stride) {
+    constexpr int VECS = PANEL / LANES;
+    Vec sums[ROWS][PANELS][VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) sums[r][p][v] = Vec{};
+    for (int64_t k = 0; k < num_in; k++) {
+        decltype(splat(*x)) a[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) a[r] = splat(x[r * x_stride + k]);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) {
+                const auto w = held(load(panels + (p * num_in + k) * PANEL + v * LANES));
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) sums[r][p][v] = multiply_add(a[r], w, sums[r][p][v]);
+            }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) {
+                float* to = y + r * y_stride + p * PANEL + v * LANES;
+                store(to, MODE == Store::ADD ? load(to) + sums[r][p][v] : sums[r][p][v]);
+            }
+}
+
+// The first columns of a product of three rows or fewer; returns how many were computed.
+template <Store MODE, class Number>
+inline int64_t wide_columns(int64_t num_rows, int64_t num_out, int64_t num_in, const Number* x, int64_t x_stride,
+                            const Number* packed, float* y, int64_t y_stride) {
+    int64_t column = 0;
+    const auto compute = [&](auto tile, int64_t columns) {
+        for (; column + columns <= num_out; column += columns)
+            tile(x, x_stride, packed + column * num_in, num_in, y + column, y_stride);
+    };
+    if (num_rows == 1) compute(wide_tile<1, 4, MODE, Number>, 4 * PANEL);
+    if (num_rows == 2) compute(wide_tile<2, 2, MODE, Number>, 2 * PANEL);
+    if (num_rows == 3) compute(wide_tile<3, 2, MODE, Number>, 2 * PANEL);
+    return column;
+}
+
 // y (+)= x w^T for packed w; with ACROSS y (+)= x^T w^T. Rows are split into tiles of nearly equal height.
 template <Store MODE = Store::SET, bool ACROSS = false, class Number>
 inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const Number* x, int64_t x_stride,
@@ -127,7 +178,9 @@ inline void gemm(int64_t num_rows, int64_t num_out, int64_t num_in, const Number
     const int64_t block_tiles = std::max<int64_t>(1, 32768 / (num_in * TILE_ROWS));
     for (int64_t first_tile = 0; first_tile < num_tiles; first_tile += block_tiles) {
         const int64_t last_tile = std::min(num_tiles, first_tile + block_tiles);
-        for (int64_t column = 0; column < num_out; column += PANEL) {
+        int64_t column = 0;
+        if constexpr (!ACROSS) column = wide_columns<MODE>(num_rows, num_out, num_in, x, x_stride, packed, y, y_stride);
+        for (; column < num_out; column += PANEL) {
             const Number* panel = packed + column * num_in;
             for (int64_t t = first_tile; t < last_tile; t++) {
                 const int64_t row = num_rows * t / num_tiles;

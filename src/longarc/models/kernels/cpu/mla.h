@@ -224,9 +224,12 @@ inline int64_t selected_room(const MlaShape& shape, const Rows& rows) {
     return std::min(shape.index_topk, rows.slot_pages * page_keys(rows)) + LANES;
 }
 
-// Adds to x what `num` rows attend to, whose queries are in s.query; see(r) leaves the keys of row r in s.seen[r % 2].
+// Adds to x what rows [first, first + num) attend to, whose queries are in s.query from 0 on; see(r) leaves the keys of
+// row first + r in s.seen[r % 2].
 template <class See>
-inline void mla_attend(const MlaShape& shape, const MlaLayer& layer, int64_t num, float* x, ChunkScratch& s, See see) {
+inline void mla_attend(const MlaShape& shape, const MlaLayer& layer, const Rows& rows, int64_t first, int64_t num,
+                       float* x, ChunkScratch& s, See see) {
+    constexpr int64_t NEAR_KEYS = 512;  // of a sequence, which stay in the processor's cache from row to row
     const int64_t dim = shape.latent + shape.rope;
     const float* query = s.query.floats(0);
     float* attended = s.attended.floats(num * shape.num_heads * shape.latent);
@@ -235,10 +238,12 @@ inline void mla_attend(const MlaShape& shape, const MlaLayer& layer, int64_t num
         // The next row's keys travel while this row's are worked on.
         if (r + 1 < num) see(r + 1);
         const SeenKeys &seen = s.seen[r % 2], &next = s.seen[(r + 1) % 2];
+        const bool is_near = r + 1 == num || (rows.slots[first + r + 1] == rows.slots[first + r] &&
+                                              rows.positions[first + r + 1] < NEAR_KEYS);
         attend_rows(query + r * shape.num_heads * dim, shape.scale, shape.num_heads,
                     {seen.latents.data(), dim, shape.latent, seen.num},
                     attended + r * shape.num_heads * shape.latent, s.attend_rows, nullptr,
-                    {next.latents.data(), r + 1 < num ? next.num : 0, dim});
+                    {next.latents.data(), is_near ? 0 : next.num, dim});
     }
     float* values = s.merged.floats(num * shape.num_heads * shape.value);
     for (int64_t h = 0; h < shape.num_heads; h++)
@@ -257,7 +262,7 @@ inline void mla_queries(const MlaShape& shape, const MlaLayer& layer, const Rows
     const int64_t num = end - begin, room = selected_room(shape, rows);
     const float *input = s.projected.floats(0) + begin * width.inputs, *heads = s.index.floats(0);
     if (int64_t(s.selected.size()) < CHUNK_ROWS * room) s.selected.resize(CHUNK_ROWS * room);
-    mla_attend(shape, layer, num, s.x.floats(0) + begin * shape.hidden, s, [&](int64_t r) {
+    mla_attend(shape, layer, rows, first + begin, num, s.x.floats(0) + begin * shape.hidden, s, [&](int64_t r) {
         mla_see(shape, layer, rows, first + begin + r, heads + r * width.heads + width.queries,
                 input + r * width.inputs + shape.q_rank + width.dim + width.index_dim,
                 &s.selected[(begin + r) * room], s.seen[r % 2], s.scores);
@@ -309,24 +314,40 @@ inline int64_t count_chunks(int64_t num_rows, int64_t num_threads) {
     return std::min(num_rows, round_up((num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_threads));
 }
 
-inline void run_mla(const MlaShape& shape, const MlaLayer* layers, const Rows& rows, int64_t num_threads) {
-    const int64_t num_chunks = count_chunks(rows.num, num_threads);
-    std::vector<std::atomic<int64_t>> num_written(num_chunks);  // layers of a chunk whose keys are in the cache
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
+// One pass of rows that several threads make together; each of them calls `work` once.
+class MlaPass {
+  public:
+    MlaPass(const MlaShape& shape, const MlaLayer* layers, const Rows& rows, int64_t num_threads)
+        : shape_(shape), layers_(layers), rows_(rows), num_chunks_(count_chunks(rows.num, num_threads)),
+          num_written_(num_chunks_) {}
+
+    void work() {
         thread_local ChunkScratch scratch;
         // Taken in order: whom a chunk waits for is at work or done, however many threads there really are.
-        for (int64_t c; (c = next++) < num_chunks;) {
-            const int64_t first = rows.num * c / num_chunks, num = rows.num * (c + 1) / num_chunks - first;
-            const bool follows = first > 0 && rows.slots[first] == rows.slots[first - 1];
-            run_chunk(shape, layers, rows, first, num, scratch, [&](int64_t layer) {
-                for (int64_t tries = 0; follows && num_written[c - 1].load(std::memory_order_acquire) <= layer;)
+        for (int64_t c; (c = next_++) < num_chunks_;) {
+            const int64_t first = rows_.num * c / num_chunks_, num = rows_.num * (c + 1) / num_chunks_ - first;
+            const bool follows = first > 0 && rows_.slots[first] == rows_.slots[first - 1];
+            run_chunk(shape_, layers_, rows_, first, num, scratch, [&](int64_t layer) {
+                for (int64_t tries = 0; follows && num_written_[c - 1].load(std::memory_order_acquire) <= layer;)
                     if (++tries > 1000) std::this_thread::yield();
-                num_written[c].store(layer + 1, std::memory_order_release);
+                num_written_[c].store(layer + 1, std::memory_order_release);
             });
         }
     }
+
+  private:
+    const MlaShape& shape_;
+    const MlaLayer* layers_;
+    const Rows rows_;
+    const int64_t num_chunks_;
+    std::vector<std::atomic<int64_t>> num_written_;  // layers of a chunk whose keys are in the cache
+    std::atomic<int64_t> next_{0};
+};
+
+inline void run_mla(const MlaShape& shape, const MlaLayer* layers, const Rows& rows, int64_t num_threads) {
+    MlaPass pass(shape, layers, rows, num_threads);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    pass.work();
 }
 
 }  // namespace longarc

@@ -390,11 +390,19 @@ void longarc_mla_steps(const MlaShape* shape, const MlaLayer* layers, const Rows
     float* logits = scratch.floats(DRAWN_ROWS * logits_stride(steps->vocab));
     StepRows now(*rows);
     steps->num_steps = 0;
-    do {
-        run_mla(*shape, layers, now.rows, num_threads);
-        with_team(num_threads,
-                  [&](const Member& me) { draw_rows<float>(now.rows, shape->hidden, *steps, logits, me); });
-    } while (now.advance(*steps));
+    std::optional<MlaPass> pass;
+    bool goes_on = true;
+    with_team(num_threads, [&](const Member& me) {
+        while (goes_on) {
+            if (me.index == 0) pass.emplace(*shape, layers, now.rows, me.team.size);
+            me.wait();
+            pass->work();
+            me.wait();
+            draw_rows<float>(now.rows, shape->hidden, *steps, logits, me);
+            if (me.index == 0) goes_on = now.advance(*steps);
+            me.wait();
+        }
+    });
 }
 
 // The MTP layer is the one behind the last of `layers`.

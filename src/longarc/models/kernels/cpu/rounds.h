@@ -10,6 +10,7 @@
 #pragma once
 
 #include <numeric>
+#include <optional>
 
 #include "draft.h"
 #include "steps.h"
@@ -33,8 +34,10 @@ inline double uniform_of(int64_t seed, int64_t position, Stream stream) {
 
 struct Rounds {
     int64_t max_rounds, num_drafts, vocab;
-    double least_probability;                   // a chain ends behind a draft that had less
-    const float *output, *temperatures;         // packed output projection; [row]
+    double least_probability;                   // of a chain: a draft that would make it less likely is not made
+    const float* output;                        // packed output projection
+    const Pair* draft_output;                   // the same for drafts, in bfloat16
+    const float* temperatures;                  // [row]
     const int64_t *seeds, *num_drawn;           // [row]: the seed and how many of its draws were made
     const int64_t *budgets, *due;               // [row] tokens that may be drawn, and after which the call ends
     const int64_t *stop_ids, *stop_ends;        // as in Steps
@@ -47,10 +50,12 @@ struct Rounds {
 
 // One row of a call, from round to round.
 struct Chain {
-    int64_t position, token;   // the newest token and its place, not in the cache yet
-    int64_t num_drafts;        // of this round
-    int64_t num_kept;          // tokens of this round that were drawn
-    bool has_ended;
+    int64_t position, token;     // the newest token and its place, not in the cache yet
+    int64_t num_drafts = 0;      // of this round
+    int64_t num_kept = 0;        // tokens of this round that were drawn
+    double probability = 1.0;    // that the MTP layer drafts this chain
+    bool is_cut = false;         // a draft was drawn that is not made, so its place has a refusal's distribution
+    bool has_ended = false;
 };
 
 // Drafts of all rows in one round. A row of weights is proportional to the probabilities that a draft was drawn from.
@@ -58,11 +63,12 @@ struct Drafts {
     int64_t depths, stride;
     std::vector<int64_t> tokens;   // [row][depth]
     std::vector<double> totals;    // [row][depth], of the weights
+    std::vector<float> floors;     // [row][depth]: a token of less weight is never drafted
     Floats weights;                // [row][depth][stride]
 
     Drafts(int64_t num_rows, int64_t depths, int64_t vocab)
         : depths(depths), stride(round_up(vocab, DRAW_BLOCK)), tokens(num_rows * depths), totals(num_rows * depths),
-          weights(num_rows * depths * stride) {}
+          floors(num_rows * depths), weights(num_rows * depths * stride) {}
 
     float* row(int64_t r, int64_t depth) { return weights.data() + (r * depths + depth - 1) * stride; }
 };
@@ -118,6 +124,7 @@ inline void draft_block(const MlaShape& shape, const MlaLayer& layer, const Draf
                         const Rounds& rounds, Chain* chains, const std::vector<int64_t>& num_drawn, int64_t first,
                         int64_t num, Drafts& drafts, ChunkScratch& s) {
     thread_local Drafting own;
+    thread_local Scratch rounded;
     Drafting& now = own;
     const int64_t room = selected_room(shape, newest);
     now.rows.resize(num), now.turned.resize(num), now.selected.resize(num * room);
@@ -136,9 +143,10 @@ inline void draft_block(const MlaShape& shape, const MlaLayer& layer, const Draf
         rows.num = count;
         draft_depth(shape, layer, draft, rows, 0, count,
                     {d, now.turned.data(), now.fed.data(), now.hidden.data(), now.selected.data()}, s);
-        if (rounds.num_drafts > 0)
-            few_rows_gemm(count, rounds.vocab, shape.hidden, now.hidden.data(), shape.hidden, rounds.output,
-                          now.logits.data(), drafts.stride);
+        if (rounds.num_drafts > 0) {
+            const Operand<Pair> in = operand<Pair>(now.hidden.data(), shape.hidden, count, shape.hidden, rounded);
+            gemm(count, rounds.vocab, in.steps, in.rows, in.stride, rounds.draft_output, now.logits.data(), drafts.stride);
+        }
         for (int64_t i = 0; i < count; i++) {
             const int64_t r = now.rows[i], most = chains[r].num_drafts;
             stays[i] = false;
@@ -150,9 +158,15 @@ inline void draft_block(const MlaShape& shape, const MlaLayer& layer, const Draf
             const double probability = draw_draft(weights, rounds.vocab, drafts.stride, rounds.temperatures[r],
                                                   uniform, &drafts.tokens[at], &drafts.totals[at]);
             now.tokens[i] = drafts.tokens[at];
-            if (probability == 0.0)
+            // Tokens that would make the chain too unlikely have no probability as drafts. One of them was drawn: no
+            // draft is made, and the token at this place comes from what is left of the main model's distribution.
+            const double least = rounds.least_probability / chains[r].probability;
+            drafts.floors[at] = float(least * drafts.totals[at]);
+            chains[r].is_cut = probability > 0.0 && weights[drafts.tokens[at]] < drafts.floors[at];
+            chains[r].probability *= probability;
+            if (probability == 0.0 || chains[r].is_cut)
                 chains[r].num_drafts = d - 1;
-            else if (probability < rounds.least_probability || is_stop(rounds, r, drafts.tokens[at]))
+            else if (is_stop(rounds, r, drafts.tokens[at]))
                 chains[r].num_drafts = d;
             else
                 stays[i] = d < most;
@@ -163,14 +177,15 @@ inline void draft_block(const MlaShape& shape, const MlaLayer& layer, const Draf
 
 // What is left to draw from after a refusal: max(p - q, 0); p itself where rounding leaves nothing.
 inline int64_t draw_residual(const float* logits, int64_t vocab, float log_sum, const float* weights, double total,
-                             double uniform) {
+                             float floor, double uniform) {
     thread_local Floats probability, left;
     probability_row(logits, vocab, log_sum, probability);
     left.resize(probability.size());
     const Vec factor = splat(float(1.0 / total));
     Vec most{};
     for (int64_t i = 0; i < int64_t(left.size()); i += LANES) {
-        const Vec rest = max(load(&probability[i]) - load(weights + i) * factor, Vec{});
+        const Vec weight = load(weights + i), drafted = weight < floor ? Vec{} : weight;
+        const Vec rest = max(load(&probability[i]) - drafted * factor, Vec{});
         store(&left[i], rest);
         most = max(most, rest);
     }
@@ -180,10 +195,10 @@ inline int64_t draw_residual(const float* logits, int64_t vocab, float log_sum, 
 // What row `r` does with draft `d` (from 1 on), or behind its last one: draws a token, and tells whether it goes on.
 inline bool verify_row(const Rounds& rounds, int64_t r, const Chain& chain, int64_t d, int64_t position, float* logits,
                        Drafts& drafts, longarc::Drawn* drawn) {
-    const bool has_draft = d <= chain.num_drafts;
+    const bool has_draft = d <= chain.num_drafts, is_cut = chain.is_cut && d == chain.num_drafts + 1;
     const float temperature = rounds.temperatures[r];
     const double uniform = uniform_of(rounds.seeds[r], position, Stream::TOKEN);
-    if (!has_draft || temperature == 0.0f || !is_finite_row(logits, rounds.vocab)) {
+    if ((!has_draft && !is_cut) || temperature == 0.0f || !is_finite_row(logits, rounds.vocab)) {
         *drawn = sample_row(logits, rounds.vocab, temperature, uniform);
         return has_draft && drawn->is_finite && drawn->token == drafts.tokens[r * drafts.depths + d - 1];
     }
@@ -191,9 +206,10 @@ inline bool verify_row(const Rounds& rounds, int64_t r, const Chain& chain, int6
     const LogSum sum = log_sum_row(logits, rounds.vocab, temperature);
     const float* weights = drafts.row(r, d);
     const double p = std::exp(double(logits[token] - sum.value)), q = weights[token] / drafts.totals[at];
-    const bool stays = uniform_of(rounds.seeds[r], position, Stream::ACCEPT) * q < p;
+    const bool stays = has_draft && uniform_of(rounds.seeds[r], position, Stream::ACCEPT) * q < p;
     const int64_t next = stays ? token
-                               : draw_residual(logits, rounds.vocab, sum.value, weights, drafts.totals[at], uniform);
+                               : draw_residual(logits, rounds.vocab, sum.value, weights, drafts.totals[at],
+                                               drafts.floors[at], uniform);
     *drawn = {next, logits[next] - sum.value, true};
     return stays;
 }
@@ -244,87 +260,155 @@ struct Verification {
     }
 };
 
-// Keeps what of a verification stays: states, and the rows of depth 1 of accepted drafts.
-inline void keep_chains(const MlaShape& shape, const MlaLayer& layer, const Draft& draft, const Rows& all,
-                        const std::vector<int64_t>& first, const std::vector<Chain>& chains, int64_t num_threads) {
+// Tokens that stay behind the newest one, whose rows of depth 1 are still to be left.
+struct KeptRows {
     std::vector<int64_t> tokens, slots, positions;
-    for (int64_t r = 0; r < int64_t(chains.size()); r++)
-        for (int64_t i = 0; i < chains[r].num_kept; i++) {
-            const int64_t row = first[r] + i, slot = all.slots[row], position = all.positions[row];
-            std::memcpy(state_of(draft, all, slot, position, shape.hidden), all.hidden + row * shape.hidden,
-                        sizeof(float) * shape.hidden);
-            if (i == 0) continue;  // drafting left the row of the newest token
-            tokens.push_back(all.tokens[row]), slots.push_back(slot), positions.push_back(position);
-        }
-    Rows kept = all;
-    kept.tokens = tokens.data(), kept.slots = slots.data(), kept.positions = positions.data();
-    kept.num = int64_t(tokens.size());
-    for_blocks(kept.num, num_threads, [&](int64_t begin, int64_t num, ChunkScratch& s) {
-        draft_keys(shape, layer, draft, kept, begin, num, s);
-    });
-}
 
-// Verifies all chains, a block of them at a time whose logits stay in the cache.
-inline void verify_chains(const MlaShape& shape, const Rounds& rounds, const Rows& all,
-                          const std::vector<int64_t>& first, std::vector<Chain>& chains,
-                          const std::vector<int64_t>& num_drawn, Drafts& drafts, std::vector<int64_t>& num_accepted,
-                          int64_t num_threads) {
-    const int64_t block = std::max<int64_t>(1, 60 / (rounds.num_drafts + 1));
-    for_rows(int64_t(chains.size()), num_threads, [&](int64_t begin, int64_t total) {
-        thread_local Scratch scratch;
-        for (int64_t r = begin; r < begin + total; r += block) {
-            const int64_t end = std::min(r + block, begin + total), num = first[end] - first[r];
-            float* logits = scratch.floats(num * rounds.vocab);
-            gemm(num, rounds.vocab, shape.hidden, all.hidden + first[r] * shape.hidden, shape.hidden, rounds.output,
-                 logits, rounds.vocab);
-            for (int64_t c = r; c < end; c++)
-                num_accepted[c] = verify_chain(rounds, c, chains[c], num_drawn[c],
-                                               logits + (first[c] - first[r]) * rounds.vocab, drafts);
-        }
-    });
-}
-
-// Makes rounds until one in which a row came to its end or a piece of it is due, or someone else wants a turn.
-inline void run_rounds(const MlaShape& shape, const MlaLayer* layers, const Rows& start, const Draft& draft,
-                       const Rounds& rounds, int64_t num_threads) {
-    const int64_t num_rows = start.num;
-    const MlaLayer& layer = layers[shape.num_layers];
-    std::vector<int64_t> tokens(num_rows), positions(num_rows), num_drawn(num_rows), num_accepted(num_rows);
-    std::vector<Chain> chains(num_rows);
-    Drafts drafts(num_rows, rounds.num_drafts, rounds.vocab);
-    Verification verification;
-    Rows newest = start;
-    newest.tokens = tokens.data(), newest.positions = positions.data();
-    for (int64_t r = 0; r < num_rows; r++) {
-        chains[r] = {start.positions[r], start.tokens[r], 0, 0, false};
-        rounds.counts[r] = 0;
+    // Keeps the states of what stays of a verification.
+    void fill(const MlaShape& shape, const Draft& draft, const Rows& all, const std::vector<int64_t>& first,
+              const std::vector<Chain>& chains) {
+        tokens.clear(), slots.clear(), positions.clear();
+        for (int64_t r = 0; r < int64_t(chains.size()); r++)
+            for (int64_t i = 0; i < chains[r].num_kept; i++) {
+                const int64_t row = first[r] + i, slot = all.slots[row], position = all.positions[row];
+                std::memcpy(state_of(draft, all, slot, position, shape.hidden), all.hidden + row * shape.hidden,
+                            sizeof(float) * shape.hidden);
+                if (i == 0) continue;  // drafting left the row of the newest token
+                tokens.push_back(all.tokens[row]), slots.push_back(slot), positions.push_back(position);
+            }
     }
-    for (int64_t round = 0; round < rounds.max_rounds; round++) {
-        for (int64_t r = 0; r < num_rows; r++) {
-            tokens[r] = chains[r].token, positions[r] = chains[r].position;
-            num_drawn[r] = rounds.num_drawn[r] + rounds.counts[r];
-            chains[r].num_drafts = std::min(rounds.num_drafts, rounds.budgets[r] - rounds.counts[r] - 1);
+
+    Rows rows(const Rows& like) const {
+        Rows kept = like;
+        kept.tokens = tokens.data(), kept.slots = slots.data(), kept.positions = positions.data();
+        kept.num = int64_t(tokens.size());
+        return kept;
+    }
+};
+
+// Calls each(first, count, scratch) for blocks of a member's part of some rows.
+template <class Each>
+inline void for_own_blocks(int64_t num_rows, const Member& me, Each each) {
+    thread_local ChunkScratch scratch;
+    const Stretch own = me.part(num_rows);
+    for (int64_t first = own.begin; first < own.end; first += CHUNK_ROWS)
+        each(first, std::min(CHUNK_ROWS, own.end - first), scratch);
+}
+
+// Rounds of some sequences, made by a team.
+class RoundsPass {
+  public:
+    RoundsPass(const MlaShape& shape, const MlaLayer* layers, const Rows& start, const Draft& draft,
+               const Rounds& rounds)
+        : shape_(shape), layers_(layers), start_(start), draft_(draft), rounds_(rounds), num_rows_(start.num),
+          tokens_(num_rows_), positions_(num_rows_), num_drawn_(num_rows_), num_accepted_(num_rows_),
+          chains_(num_rows_), drafts_(num_rows_, rounds.num_drafts, rounds.vocab), newest_(start) {
+        newest_.tokens = tokens_.data(), newest_.positions = positions_.data();
+        for (int64_t r = 0; r < num_rows_; r++) {
+            chains_[r] = {start.positions[r], start.tokens[r]};
+            rounds.counts[r] = 0;
         }
-        for_blocks(num_rows, num_threads, [&](int64_t first, int64_t num, ChunkScratch& s) {
-            draft_block(shape, layer, draft, newest, rounds, chains.data(), num_drawn, first, num, drafts, s);
-        });
-        verification.fill(newest, chains.data(), drafts, shape.hidden);
-        const Rows all = verification.rows(start);
-        run_mla(shape, layers, all, num_threads);
-        verify_chains(shape, rounds, all, verification.first, chains, num_drawn, drafts, num_accepted, num_threads);
-        keep_chains(shape, layer, draft, all, verification.first, chains, num_threads);
-        bool is_over = *rounds.interrupt;
-        for (int64_t r = 0; r < num_rows; r++) {
-            Chain& chain = chains[r];
+        std::fill(rounds.drafted, rounds.drafted + rounds.num_drafts, 0);
+        std::fill(rounds.accepted, rounds.accepted + rounds.num_drafts, 0);
+    }
+
+    // Makes rounds until one in which a row came to its end or a piece of it is due, or someone else wants a turn.
+    void run(const Member& me) {
+        const MlaLayer& layer = layers_[shape_.num_layers];
+        for (int64_t round = 0; round < rounds_.max_rounds && !is_over_; round++) {
+            if (me.index == 0) begin_round();
+            me.wait();
+            for_own_blocks(num_rows_, me, [&](int64_t first, int64_t num, ChunkScratch& s) {
+                draft_block(shape_, layer, draft_, newest_, rounds_, chains_.data(), num_drawn_, first, num, drafts_, s);
+            });
+            me.wait();
+            if (me.index == 0) {
+                verification_.fill(newest_, chains_.data(), drafts_, shape_.hidden);
+                all_ = verification_.rows(start_);
+                main_.emplace(shape_, layers_, all_, me.team.size);
+            }
+            me.wait();
+            main_->work();
+            me.wait();
+            verify(me);
+            if (me.index == 0) {
+                kept_.fill(shape_, draft_, all_, verification_.first, chains_);
+                end_round();
+            }
+            me.wait();
+            const Rows kept = kept_.rows(all_);
+            for_own_blocks(kept.num, me, [&](int64_t first, int64_t num, ChunkScratch& s) {
+                draft_keys(shape_, layer, draft_, kept, first, num, s);
+            });
+            me.wait();
+        }
+    }
+
+  private:
+    void begin_round() {
+        for (int64_t r = 0; r < num_rows_; r++) {
+            tokens_[r] = chains_[r].token, positions_[r] = chains_[r].position;
+            num_drawn_[r] = rounds_.num_drawn[r] + rounds_.counts[r];
+            chains_[r].num_drafts = std::min(rounds_.num_drafts, rounds_.budgets[r] - rounds_.counts[r] - 1);
+            chains_[r].probability = 1.0, chains_[r].is_cut = false;
+        }
+    }
+
+    // Verifies all chains, a block of them at a time whose logits stay in the cache.
+    void verify(const Member& me) {
+        const std::vector<int64_t>& first = verification_.first;
+        const int64_t block = std::max<int64_t>(1, DRAWN_ROWS / (rounds_.num_drafts + 1));
+        const Stretch columns = me.part(rounds_.vocab, PANEL);
+        if (me.index == 0) logits_.resize(std::min(num_rows_, block) * (rounds_.num_drafts + 1) * rounds_.vocab);
+        me.wait();
+        for (int64_t begin = 0; begin < num_rows_; begin += block) {
+            const int64_t end = std::min(begin + block, num_rows_);
+            gemm(first[end] - first[begin], columns.size(), shape_.hidden, all_.hidden + first[begin] * shape_.hidden,
+                 shape_.hidden, rounds_.output + columns.begin * shape_.hidden, logits_.data() + columns.begin,
+                 rounds_.vocab);
+            me.wait();
+            const Stretch own = me.part(end - begin);
+            for (int64_t c = begin + own.begin; c < begin + own.end; c++)
+                num_accepted_[c] = verify_chain(rounds_, c, chains_[c], num_drawn_[c],
+                                                logits_.data() + (first[c] - first[begin]) * rounds_.vocab, drafts_);
+            me.wait();
+        }
+    }
+
+    void end_round() {
+        is_over_ = *rounds_.interrupt;
+        for (int64_t r = 0; r < num_rows_; r++) {
+            Chain& chain = chains_[r];
             chain.position += chain.num_kept;
-            is_over |= chain.has_ended || rounds.counts[r] >= std::min(rounds.budgets[r], rounds.due[r]);
+            is_over_ |= chain.has_ended || rounds_.counts[r] >= std::min(rounds_.budgets[r], rounds_.due[r]);
             for (int64_t d = 0; d < chain.num_drafts; d++) {
-                rounds.drafted[d]++;
-                rounds.accepted[d] += d < num_accepted[r];
+                rounds_.drafted[d]++;
+                rounds_.accepted[d] += d < num_accepted_[r];
             }
         }
-        if (is_over) return;
     }
+
+    const MlaShape& shape_;
+    const MlaLayer* layers_;
+    const Rows& start_;
+    const Draft& draft_;
+    const Rounds& rounds_;
+    const int64_t num_rows_;
+    std::vector<int64_t> tokens_, positions_, num_drawn_, num_accepted_;
+    std::vector<Chain> chains_;
+    Drafts drafts_;
+    Rows newest_, all_;
+    Verification verification_;
+    KeptRows kept_;
+    std::optional<MlaPass> main_;
+    Floats logits_;
+    bool is_over_ = false;
+};
+
+inline void run_rounds(const MlaShape& shape, const MlaLayer* layers, const Rows& start, const Draft& draft,
+                       const Rounds& rounds, int64_t num_threads) {
+    RoundsPass pass(shape, layers, start, draft, rounds);
+    with_team(num_threads, [&](const Member& me) { pass.run(me); });
 }
 
 }  // namespace longarc

@@ -68,10 +68,10 @@ inline void row_scores_of(const float* q, int64_t q_stride, const RowKeys& keys,
         auto add = [&](int64_t d, auto load_key) {
             Vec key[VECTOR_KEYS];
 #pragma GCC unroll 4
-            for (int k = 0; k < VECTOR_KEYS; k++) key[k] = load_key(row[k] + d);
+            for (int k = 0; k < VECTOR_KEYS; k++) key[k] = held(load_key(row[k] + d));
 #pragma GCC unroll 4
             for (int h = 0; h < GROUP; h++) {
-                const Vec x = load(q + h * q_stride + d);
+                const Vec x = held(load(q + h * q_stride + d));
 #pragma GCC unroll 4
                 for (int k = 0; k < VECTOR_KEYS; k++) sums[k * GROUP + h] = multiply_add(key[k], x, sums[k * GROUP + h]);
             }
@@ -141,7 +141,7 @@ inline void row_sums(const float* weights, const float* factors, const RowKeys& 
         const float* row = keys.rows[j] + d;
         Vec value[VECS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) value[v] = VECS == 1 ? load_upto(row, count) : load(row + v * LANES);
+        for (int v = 0; v < VECS; v++) value[v] = held(VECS == 1 ? load_upto(row, count) : load(row + v * LANES));
 #pragma GCC unroll 4
         for (int h = 0; h < GROUP; h++) {
             const Vec weight = splat(weights[j * GROUP + h]);

@@ -25,7 +25,7 @@ inline void add_head_scores(const float* q, const float* weights, int64_t dim, c
     for (int64_t d = 0; d < dim; d++) {
         Vec key[BLOCKS];
 #pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) key[b] = load(blocked + (b * dim + d) * LANES);
+        for (int b = 0; b < BLOCKS; b++) key[b] = held(load(blocked + (b * dim + d) * LANES));
 #pragma GCC unroll 4
         for (int h = 0; h < 4; h++) {
             const Vec x = splat(q[h * dim + d]);
@@ -93,6 +93,12 @@ LONGARC_ONE_COPY inline bool choose_best(float* scores, int64_t num_keys, int64_
     constexpr int32_t INFINITE = 0x7f800000;  // beyond the infinities lie the NaNs of either sign
     if (high > INFINITE || low < -INFINITE - 1) return false;
     auto count_from = [&](int64_t bound) {
+#if defined(__AVX512F__)
+        int64_t count = 0;
+        for (int64_t i = 0; i < padded; i += LANES)
+            count += __builtin_popcount(_mm512_cmpge_epi32_mask(_mm512_loadu_si512(order + i), _mm512_set1_epi32(int32_t(bound))));
+        return count;
+#else
         const IntVec at_least = IntVec{} + int32_t(bound);
         IntVec counts{};
         for (int64_t i = 0; i < padded; i += LANES) {
@@ -105,6 +111,7 @@ LONGARC_ONE_COPY inline bool choose_best(float* scores, int64_t num_keys, int64_
         for (int width = LANES / 2; width > 0; width /= 2)
             for (int i = 0; i < width; i++) lane[i] += lane[i + width];
         return int64_t(lane[0]);
+#endif
     };
     // The largest bound that at least num_chosen keys reach; every such bound between two scores is as good.
     // Guesses go where evenly spread scores would put it, every third one to the middle, which bounds the search.

@@ -56,6 +56,18 @@ inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec
 inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }
 inline Vec splat(float value) { return value - Vec{}; }
 
+// A value that stays in a register. A load that is used several times may otherwise be repeated in each instruction that
+// uses it, and a processor that multiplies one vector a cycle loads no more than one.
+template <class Value>
+inline Value held(Value value) {
+#if defined(__AVX512F__) && defined(__GNUC__)
+    asm("" : "+v"(value));
+#elif defined(__AVX__) && defined(__GNUC__)
+    asm("" : "+x"(value));
+#endif
+    return value;
+}
+
 // a * b + c, rounded once where the processor can, in every instance of the code alike.
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
