@@ -75,10 +75,11 @@ def test_a_row_has_a_formula_a_source_and_settings_that_exist(entry):
 
 
 def test_a_row_names_a_test_that_imports_its_function():
+    imported = algorithms_page._importers()
     missing = [
         f"{entry.module}.{entry.function}"
         for entry in ENTRIES
-        if (entry.module, entry.function) not in algorithms_page._importers()
+        if (entry.module, entry.function) not in imported
     ]
     assert missing == []
 
