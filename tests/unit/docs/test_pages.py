@@ -157,7 +157,7 @@ def test_a_toml_block_parses_and_its_import_paths_lead_somewhere(block, monkeypa
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
 def test_commands_in_the_pages_exist_and_take_what_they_are_given(block):
     makefile = make_targets()
-    for line in block.code.splitlines():
+    for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         match words:
             case ["longarc", *arguments]:
