@@ -5,7 +5,7 @@ nothing, experts, and experts and keys, in turns. One step is then trained on wh
 thread and is timed by the processor, which others on the machine disturb less than the clock; ratios are the medians of a
 turn's.
 
-Usage: python benchmarks/routing_replay.py [--repeats 5] [--prompt 384] [--new 128]
+Usage: python benchmarks/routing_replay.py [--repeats 5] [--prompt 384] [--new 128] [--quick]
 """
 
 import argparse
@@ -42,7 +42,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--prompt", type=positive, default=384, help="tokens")
     parser.add_argument("--new", type=positive, default=128, help="tokens")
+    parser.add_argument("--quick", action="store_true", help="see whether it runs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repeats, arguments.prompt, arguments.new = 1, 48, 16
     set_compute_threads(1)
     kinds: tuple[RoutingReplay, ...] = get_args(RoutingReplay)
     config = GlmMoeDsaConfig(max_position_embeddings=4096, initializer_range=0.05)
