@@ -9,6 +9,7 @@ from longarc.config.stages import DistillConfig, RlConfig, takes_turns
 from longarc.errors import CheckpointError, ConfigError
 from longarc.pipeline.policy_factory import PolicyTrainerSpec, build_policy_trainer
 from longarc.pipeline.rl import trainer_spec
+from longarc.pipeline.workspace import TOKENIZER_FILE
 from longarc.records.batch import StepReport
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.directory import RunDirectory
@@ -94,12 +95,14 @@ def _start(
                     f"teacher {config.teachers[family]!r} has no final checkpoint; copy the run again from where it was made"
                 )
             teachers[family] = str(teacher)
+    tokenizer = run.path / TOKENIZER_FILE
     spec = trainer_spec(
         recipe,
         config,
         input_checkpoint=first,
         resume_checkpoint=usable[-1] if usable else None,
         publish_directory=Path(scratch),
+        tokenizer=tokenizer if tokenizer.exists() else None,
         teachers=teachers,
     )
     return (read_manifest(usable[-1]).step if usable else 0), spec

@@ -69,6 +69,7 @@ async def reinforce(
         input_checkpoint=loaded.path,
         resume_checkpoint=resumed,
         publish_directory=publish_directory,
+        tokenizer=workspace.tokenizer_path,
         teachers=teachers or {},
     )
     first_version = loaded.manifest.policy_version
@@ -171,7 +172,7 @@ async def serving(
             policy_version=policy_version,
             num_threads=num_threads,
             seed=workspace.recipe.seed,
-            token_bytes=workspace.tokenizer().token_bytes,
+            tokenizer=workspace.tokenizer(),
             records_routing=rollout.routing_replay,
         )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)
@@ -229,6 +230,7 @@ def trainer_spec(
     input_checkpoint: Path,
     resume_checkpoint: Path | None,
     publish_directory: Path,
+    tokenizer: Path | None,
     teachers: Mapping[str, str],
 ) -> PolicyTrainerSpec:
     """Return what the trainer of a stage is made of."""
@@ -245,6 +247,7 @@ def trainer_spec(
         router_bias_rate=0.0,
         routing_replay=config.rollout.routing_replay,
         num_threads=recipe.threads if takes_turns(config) else recipe.trainer_threads,
+        tokenizer=None if tokenizer is None else str(tokenizer),
         teachers=teachers,
     )
     if isinstance(config, RlConfig):

@@ -32,6 +32,7 @@ from longarc.models.routed_rows import RoutingShape
 from longarc.models.threads import set_compute_threads
 from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import RoutingReplay, WeightSource
+from longarc.tokens.grammar import Grammars
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.credit import TrainItem, length_penalty, train_items
@@ -78,6 +79,8 @@ class PolicySettings:
     """What is kept between forward and backward; memory, not results."""
     routing_replay: RoutingReplay = "none"
     """What of the engine's routing is replayed."""
+    grammars: Grammars | None = None
+    """Of the tokenizer; without them nothing that was sampled under a JSON schema can be trained."""
     num_token_reports: int = 4
     """Segments per step whose per-token results are reported."""
 
@@ -220,7 +223,9 @@ class PolicyTrainer:
             _check_teachers(items, self._teachers)
         if batch.resets_optimizer:
             self._optimizer.reset()
-        documents = documents_of(items, replays=settings.routing_replay != "none")
+        documents = documents_of(
+            items, replays=settings.routing_replay != "none", grammars=settings.grammars
+        )
         self._optimizer.zero_grad()
         sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
@@ -279,8 +284,16 @@ class PolicyTrainer:
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[PolicyDocument]:
-    """Return what the objective sees of each item."""
+def documents_of(
+    items: Sequence[TrainItem], *, replays: bool = False, grammars: Grammars | None = None
+) -> list[PolicyDocument]:
+    """Return what the objective sees of each item.
+
+    Args:
+        items: the segments.
+        replays: whether routing is replayed.
+        grammars: say what constrained tokens were drawn from; without them such segments are refused.
+    """
     for item in items:
         if item.segment.train_mask[0]:
             raise ContractError(
@@ -296,13 +309,37 @@ def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[P
             segment_order=item.segment.order,
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
-            kept_ids=item.segment.kept_ids,
+            kept_ids=_drawn_from(item, grammars),
             routing=_routing_of(item) if replays else None,
             advantage=item.advantage,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)
     ]
+
+
+def _drawn_from(item: TrainItem, grammars: Grammars | None) -> Sequence[Sequence[int]] | None:
+    """Return of each token the ids it was drawn from, those that follow from a constraint included."""
+    segment = item.segment
+    if not segment.constraints:
+        return segment.kept_ids
+    where = f"trajectory {item.trajectory.id}: segment {segment.order}"
+    if grammars is None:
+        raise ContractError(
+            f"{where} was sampled under a JSON schema, and this trainer was not given the tokenizer that says what "
+            f"the schema left to draw from; give it one"
+        )
+    found: list[Sequence[int]] = list(segment.kept_ids or [()] * len(segment.token_ids))
+    try:
+        for span in segment.constraints:
+            walk = grammars.walk(span.constraint, span.stop_ids)
+            for position in range(span.start, span.stop):
+                if segment.train_mask[position] and not found[position]:
+                    found[position] = walk.allowed()
+                walk.take([segment.token_ids[position]])
+    except (ConfigError, ContractError) as error:
+        raise ContractError(f"{where}: {error}") from error
+    return found
 
 
 def _routing_of(item: TrainItem) -> Sequence[bytes]:
