@@ -9,8 +9,10 @@ import pytest
 from longarc.algos import losses
 from longarc.config.engine import EngineConfig
 from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
+from longarc.config.routing import RoutingConfig
 from longarc.config.training import OptimizerConfig
 from longarc.engine.embedded import EmbeddedEngine
+from longarc.engine.router import Router
 from longarc.engine.token_text import TokenText
 from longarc.errors import ContractError, EngineRequestError
 from longarc.models.build import build_model
@@ -197,3 +199,106 @@ async def test_a_model_without_sense_follows_the_schema_and_the_trainer_scores_a
     largest = metrics["mismatch/max_abs_log_ratio"]
     # With the native kernels both sides compute the same bits.
     assert largest == 0 if path == "native" and native() is not None else largest < 1e-5
+
+
+async def test_a_constrained_request_goes_on_in_its_state_wherever_it_is_begun_again(tokenizer):
+    config = models(tokenizer)["llama"]
+    sampling = asking(tokenizer, seed=3)
+    async with opened(tokenizer, config) as engine:
+        ((*_, last),) = await completions(engine, [sampling])
+        whole = last.token_ids
+        for begun in range(1, len(whole), 7):
+            rest = replace(
+                sampling, num_sampled_before=begun, max_new_tokens=sampling.max_new_tokens - begun
+            )
+            (pieces,) = await completions(engine, [rest], (*PROMPT, *whole[:begun]))
+            assert joined(pieces, "token_ids") == whole[begun:]
+            assert joined(pieces, "logprobs") == pytest.approx(last.logprobs[begun:], abs=1e-5)
+        foreign = replace(sampling, num_sampled_before=3, max_new_tokens=9)
+        with pytest.raises(EngineRequestError, match=r"is \d+, which its grammar does not allow"):
+            await completions(engine, [foreign])
+
+
+async def test_preempted_requests_and_those_of_a_lost_engine_end_as_they_would_alone(tokenizer):
+    config = models(tokenizer)["llama"]
+    samplings = [asking(tokenizer, seed=i) for i in range(6)]
+    async with opened(tokenizer, config) as roomy:
+        expected = [joined(pieces, "token_ids") for pieces in await completions(roomy, samplings)]
+    # Room for one and a half of the longest.
+    async with opened(tokenizer, config, cache_tokens=400, page_tokens=16) as tight:
+        found = [joined(pieces, "token_ids") for pieces in await completions(tight, samplings)]
+        assert (await tight.health()).num_preemptions > 0
+    assert found == expected
+    leaves, stays = opened(tokenizer, config), opened(tokenizer, config)
+    async with (
+        stays,
+        leaves,
+        Router({"a": stays, "b": leaves}, RoutingConfig(keep_every_tokens=4)) as router,
+    ):
+        await router.health()
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(completions(router, samplings))
+            while (await leaves.health()).num_sampled_tokens < 20:
+                await asyncio.sleep(0)
+            await leaves.close()
+    assert [joined(pieces, "token_ids") for pieces in running.result()] == expected
+
+
+async def test_the_most_likely_answer_follows_the_schema_too(tokenizer):
+    async with opened(tokenizer, models(tokenizer)["glm"]) as engine:
+        tight = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+        constraint = Constraint(json_schema=json.dumps(tight))
+        ((piece,),) = await completions(
+            engine, [asking(tokenizer, temperature=0, constraint=constraint)]
+        )
+    ids = piece.token_ids
+    if piece.finish_reason == "stop":
+        assert [value in (1, 2) for value in json.loads(tokenizer.decode(ids[:-1]))] == [True] * 2
+    assert set(piece.logprobs) == {0.0}
+
+
+async def test_what_cannot_be_followed_is_refused_with_the_reason(tokenizer):
+    config = models(tokenizer)["llama"]
+
+    def under(schema):
+        return asking(tokenizer, constraint=Constraint(json_schema=schema), max_new_tokens=4)
+
+    async with opened(tokenizer, config) as engine:
+        for schema, reason in (
+            ('{"not": {"type": "object"}}', "not"),
+            ("false", "Unsatisfiable"),
+            ('{"type": "foo"}', "Invalid type: foo"),
+            ('{"$ref": "https://example.com/x"}', "does not fetch"),
+            ('{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+            ("{", "not JSON"),
+            ("[1]", "object or boolean"),
+        ):
+            with pytest.raises(EngineRequestError, match=f"schema .*{reason}"):
+                await completions(engine, [under(schema)])
+        assert (await engine.health()).num_running == 0
+    async with EmbeddedEngine(
+        build_model(config, seed=0), EngineConfig(max_running=8), max_context_tokens=400
+    ) as blind:
+        with pytest.raises(EngineRequestError, match=r"no tokenizer\.json beside its weights"):
+            await completions(blind, [under("{}")])
+    with pytest.raises(ContractError, match="at least one id, because a constraint"):
+        Sampling(max_new_tokens=1, constraint=Constraint(json_schema="{}"))
+
+
+async def test_a_trainer_without_the_tokenizer_or_with_another_refuses_what_was_constrained(
+    tokenizer, tmp_path
+):
+    config = models(tokenizer)["llama"]
+    sampling = asking(tokenizer, seed=0)
+    async with opened(tokenizer, config) as engine:
+        (pieces,) = await completions(engine, [sampling])
+    one = segment(sampling, pieces)
+    blind = trainer_of(config, None, tmp_path)
+    with pytest.raises(ContractError, match="segment 0 was sampled under a JSON schema"):
+        await blind.step(batch_of([one, one]))
+    other = replace(one.constraints[0], constraint=Constraint(json_schema='{"type": "array"}'))
+    grammars = Grammars(tokenizer, vocab_size=config.vocab_size)
+    with pytest.raises(ContractError, match=r"rl/g/0: segment 0: token \d+ .* does not allow"):
+        await trainer_of(config, grammars, tmp_path).step(
+            batch_of([replace(one, constraints=(other,))] * 2)
+        )
