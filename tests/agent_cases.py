@@ -18,6 +18,7 @@ from typing import Any
 from longarc.config.engine import EngineConfig
 from longarc.config.model import LlamaConfig
 from longarc.engine.embedded import EmbeddedEngine
+from longarc.engine.token_text import TokenText
 from longarc.envs.harnesses.family import HarnessFamily, HarnessLimits
 from longarc.envs.sandbox.backend import BwrapBackend
 from longarc.envs.tasks.files import Files
@@ -215,7 +216,7 @@ def embedded(chat_format: ChatFormat) -> EmbeddedEngine:
         max_context_tokens=CONTEXT,
         policy_version=3,
         attention="dense",
-        token_bytes=chat_format.tokenizer.token_bytes,
+        text=TokenText.of(chat_format.tokenizer, vocab_size=model.config.vocab_size),
     )
 
 

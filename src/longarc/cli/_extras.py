@@ -15,6 +15,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "triton": "triton",
+    "llguidance": "train",
 }
 """Extra by the name under which its package is imported."""
 

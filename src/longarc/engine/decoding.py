@@ -132,6 +132,7 @@ def _drawn(logits_BV: Float[Tensor, "B V"], requests: Sequence[Request]) -> Draw
         [request.sampling for request in requests],
         seeds=[request.seed for request in requests],
         positions=[request.draw_position for request in requests],
+        allowed=[request.allowed() for request in requests],
     )
     return Drawn(
         sampled.tokens[None],

@@ -33,7 +33,7 @@ from longarc.engine.scheduler import Scheduler
 from longarc.engine.seats import SeatTable
 from longarc.engine.seeds import seed_of_request
 from longarc.engine.speculation import cache_for, decoding_for
-from longarc.engine.stop_strings import TokenBytes
+from longarc.engine.token_text import TokenText, walk_of
 from longarc.engine.weights import EngineWeights, WeightStore, WeightUpdate
 from longarc.errors import (
     EngineBusyError,
@@ -58,6 +58,7 @@ from longarc.records.sampling import (
     Sampling,
     WeightSource,
 )
+from longarc.tokens.grammar import GrammarWalk
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class EmbeddedEngine:
         policy_version: int = 0,
         attention: Literal["dense", "sparse"] = "sparse",
         seed: int = 0,
-        token_bytes: TokenBytes | None = None,
+        text: TokenText | None = None,
         records_routing: RoutingReplay = "none",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -97,7 +98,7 @@ class EmbeddedEngine:
             policy_version: version [optimizer steps] of the weights.
             attention: how the model was trained to attend.
             seed: of the completions that bring none.
-            token_bytes: of the tokenizer; without it stop strings are refused.
+            text: of tokens; without it stop strings and constraints are refused.
             records_routing: what of the routing of every token is kept beside its rows, for requests that ask.
             clock: monotonic [seconds].
 
@@ -106,7 +107,7 @@ class EmbeddedEngine:
                 the model cannot make, or routing is to be recorded that it does not have.
         """
         routing = RoutingShape.of(model.config, records_routing, attention=attention)
-        self._token_bytes = token_bytes
+        self._text = text
         model.eval().requires_grad_(False)
         alter = round_to_fp8 if config.weight_quantisation == "fp8" else None
         if alter is not None:
@@ -215,7 +216,8 @@ class EmbeddedEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str
     ) -> AsyncIterator[SampledTokens]:
         """Sample one completion; see `longarc.records.ports.Engine`."""
-        request = self._accept(prompt_ids, sampling, session_id)
+        walk = await walk_of(self._text, prompt_ids, sampling)
+        request = self._accept(prompt_ids, sampling, session_id, walk)
         try:
             while True:
                 piece = await request.pieces.get()
@@ -308,16 +310,17 @@ class EmbeddedEngine:
         self._wake.set()
         self._interrupt.set()
 
-    def _accept(self, prompt_ids: Sequence[int], sampling: Sampling, session_id: str) -> Request:
+    def _accept(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        session_id: str,
+        walk: GrammarWalk | None,
+    ) -> Request:
         if self._failure is not None:
             raise self._failure
         if self._driver is None:
             raise EngineLostError("the engine is not running; enter it with `async with` first")
-        if sampling.stop_strings and self._token_bytes is None:
-            raise EngineRequestError(
-                f"stop_strings={list(sampling.stop_strings)} need the text of tokens, which this engine was not "
-                f"given; send stop_ids, or open the engine with token_bytes"
-            )
         if sampling.returns_routing_from is not None and not self._records_routing:
             raise EngineRequestError(
                 f"returns_routing_from={sampling.returns_routing_from}: this engine does not record what tokens are "
@@ -350,9 +353,10 @@ class EmbeddedEngine:
             session_id=session_id,
             seed=seed,
             arrival=self._num_requests,
+            walk=walk,
         )
-        if sampling.stop_strings and self._token_bytes is not None:
-            request.watch_for_stop_strings(self._token_bytes)
+        if sampling.stop_strings and self._text is not None:
+            request.watch_for_stop_strings(self._text.token_bytes)
         self._scheduler.waiting.append(request)
         self._notify()
         return request

@@ -15,6 +15,7 @@ from longarc.engine.weights import EngineWeights
 from longarc.errors import ContractError, EngineError, EngineRequestError
 from longarc.models.routed_rows import RoutedTokens, blobs_of
 from longarc.records.sampling import MIN_TEMPERATURE, FinishReason, SampledTokens, Sampling
+from longarc.tokens.grammar import AllowedIds, GrammarWalk
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,8 @@ class Request:
     weights: EngineWeights | None = None
     """Older ones that it ends with; None where it goes along with updates."""
     stop_strings: StopStrings | None = None
+    walk: GrammarWalk | None = None
+    """Where the completion stands in the grammar of its constraint; what was sampled before it came here is behind it."""
     has_sent: bool = False
     is_cancelled: bool = False
 
@@ -56,6 +59,17 @@ class Request:
         self.stop_strings = StopStrings(self.sampling.stop_strings, token_bytes)
         for token_id in self.prompt[len(self.prompt) - self.sampling.num_sampled_before :].tolist():
             self.stop_strings.is_completed_by(token_id)
+
+    def allowed(self) -> AllowedIds | None:
+        """Return the ids that its constraint allows next; None where it has none.
+
+        Raises:
+            ContractError: nothing can follow.
+        """
+        if self.walk is None:
+            return None
+        self.walk.take(self.sampled_ids[self.walk.num_taken - self.sampling.num_sampled_before :])
+        return self.walk.allowed()
 
     def note(
         self,

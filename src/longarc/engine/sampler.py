@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,10 @@ from longarc.algos.truncation import kept_logprobs, kept_tokens
 from longarc.models.kernels.native import native_for
 from longarc.models.kernels.vocabulary import sample_rows
 from longarc.records.sampling import Sampling
+from longarc.tokens.grammar import AllowedIds
+
+Allowed: TypeAlias = Sequence[AllowedIds | None]
+"""Of each request, the ids that its constraint allows next; None for the whole vocabulary."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -57,34 +63,43 @@ def uniforms(
 
 
 def sampling_probability(
-    logits_BV: Float[Tensor, "B V"], samplings: Sequence[Sampling]
+    logits_BV: Float[Tensor, "B V"], samplings: Sequence[Sampling], allowed: Allowed = ()
 ) -> Float[Tensor, "B V"]:
     """Return the distributions that are sampled from; 1 at the likeliest token where the temperature is 0.
 
-    A row whose logits are not finite is all zeros.
+    A row whose logits are not finite is all zeros. ``allowed`` is as in ``sampling_logprobs``.
     """
     is_finite_B1 = torch.isfinite(logits_BV).all(dim=-1, keepdim=True)
-    probability_BV = sampling_logprobs(torch.where(is_finite_B1, logits_BV, 0.0), samplings).exp()
+    probability_BV = sampling_logprobs(
+        torch.where(is_finite_B1, logits_BV, 0.0), samplings, allowed
+    ).exp()
     greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
     if greedy:
         probability_BV[greedy] = 0.0
-        probability_BV[greedy, logits_BV[greedy].argmax(dim=-1)] = 1.0
+        probability_BV[greedy, _only(logits_BV, allowed)[greedy].argmax(dim=-1)] = 1.0
     return torch.where(is_finite_B1, probability_BV, 0.0)
 
 
 def sampling_logprobs(
-    logits_BV: Float[Tensor, "B V"], samplings: Sequence[Sampling]
+    logits_BV: Float[Tensor, "B V"], samplings: Sequence[Sampling], allowed: Allowed = ()
 ) -> Float[Tensor, "B V"]:
     """Return the log-probabilities [nats] of the distributions that are sampled from.
 
     What each field of `Sampling` does to them stands there. A temperature of zero leaves the plain distribution
     here; `sample` then takes its maximum.
+
+    Args:
+        logits_BV: finite.
+        samplings: of each row.
+        allowed: of each row, or of none.
     """
     scaled_BV = logits_BV.float() / _temperatures(samplings)[:, None]
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
-    for rule, rows in _by_truncation(samplings).items():
+    scaled_BV = _only(scaled_BV, allowed)
+    for rule, rows in _by_truncation(samplings, allowed).items():
         top_k, top_p, min_p = rule
         is_kept = kept_tokens(scaled_BV[rows], top_k=top_k, top_p=top_p, min_p=min_p)
+        is_kept &= scaled_BV[rows] > -math.inf
         for row, kept in zip(rows, is_kept, strict=True):
             ids = kept.nonzero()[:, 0]
             among = kept_logprobs(
@@ -101,11 +116,24 @@ def _temperatures(samplings: Sequence[Sampling]) -> Float[Tensor, " B"]:
     )
 
 
-def _by_truncation(samplings: Sequence[Sampling]) -> dict[tuple[int, float, float], list[int]]:
+def _only(values_BV: Tensor, allowed: Allowed) -> Tensor:
+    """Return the values with -inf where a row's token is not allowed."""
+    rows = [row for row, ids in enumerate(allowed) if ids is not None]
+    if rows:
+        values_BV = values_BV.clone()
+        is_allowed = np.stack([ids.mask() for ids in allowed if ids is not None])
+        values_BV[rows] = values_BV[rows].masked_fill(~torch.from_numpy(is_allowed), -math.inf)
+    return values_BV
+
+
+def _by_truncation(
+    samplings: Sequence[Sampling], allowed: Allowed
+) -> dict[tuple[int, float, float], list[int]]:
     """Return the rows of each rule; those that keep every token have none."""
     rows: dict[tuple[int, float, float], list[int]] = {}
+    constrained = {row for row, ids in enumerate(allowed) if ids is not None}
     for row, sampling in enumerate(samplings):
-        if sampling.is_truncated:
+        if sampling.temperature > 0 and (sampling.is_truncated or row in constrained):
             rule = (sampling.top_k, sampling.top_p, sampling.min_p)
             rows.setdefault(rule, []).append(row)
     return rows
@@ -132,6 +160,7 @@ def sample(
     *,
     seeds: Sequence[int],
     positions: Sequence[int],
+    allowed: Allowed = (),
 ) -> Sampled:
     """Draw one token per request by inverting its cumulative distribution.
 
@@ -143,14 +172,17 @@ def sample(
         samplings: how each request is sampled.
         seeds: seed of each request.
         positions: how many tokens each request has sampled so far.
+        allowed: what the constraint of each request allows next; empty where none has any.
     """
     draws_B = torch.from_numpy(uniforms(seeds, positions))
     tokens_B = torch.zeros(len(samplings), dtype=torch.long)
     logprobs_B = torch.zeros(len(samplings))
     is_finite_B = torch.zeros(len(samplings), dtype=torch.bool)
     kept_ids: list[tuple[int, ...]] = [()] * len(samplings)
-    plain = [i for i, s in enumerate(samplings) if not s.is_truncated]
-    truncated = [i for i, s in enumerate(samplings) if s.is_truncated]
+    allowed = allowed or [None] * len(samplings)
+    is_cut = [s.is_truncated or a is not None for s, a in zip(samplings, allowed, strict=True)]
+    plain = [i for i, cut in enumerate(is_cut) if not cut]
+    truncated = [i for i, cut in enumerate(is_cut) if cut]
     for rows in (plain, truncated):
         if not rows:
             continue
@@ -158,7 +190,7 @@ def sample(
         # All rows in their order are the usual case, and need no copy.
         logits = logits_BV if len(rows) == len(samplings) else logits_BV[rows]
         is_native = rows is plain and native_for(logits)
-        draw = _drawn_natively if is_native else _drawn
+        draw = _drawn_natively if is_native else partial(_drawn, allowed=[allowed[i] for i in rows])
         tokens_B[rows], logprobs_B[rows], is_finite_B[rows], kept = draw(logits, own, draws_B[rows])
         for row, ids in zip(rows, kept, strict=False):
             kept_ids[row] = ids
@@ -175,11 +207,13 @@ _Draw = tuple[Tensor, Tensor, Tensor, list[tuple[int, ...]]]
 """Tokens, log-probabilities, whether finite, and the kept ids of each row, or of none."""
 
 
-def _drawn(logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: Tensor) -> _Draw:
+def _drawn(
+    logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: Tensor, *, allowed: Allowed
+) -> _Draw:
     is_finite_B = torch.isfinite(logits_BV).all(dim=-1)
     if not bool(is_finite_B.all()):
         logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
-    logprobs_BV = sampling_logprobs(logits_BV, samplings)
+    logprobs_BV = sampling_logprobs(logits_BV, samplings, allowed)
     cumulative_BV = logprobs_BV.exp().double().cumsum(dim=-1)
     tokens_B = torch.searchsorted(
         cumulative_BV, draws_B[:, None] * cumulative_BV[:, -1:], right=True
@@ -191,7 +225,7 @@ def _drawn(logits_BV: Tensor, samplings: Sequence[Sampling], draws_B: Tensor) ->
     is_greedy = [s.temperature == 0 for s in samplings]
     if any(is_greedy):
         greedy_B = torch.tensor(is_greedy)
-        tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), tokens_B)
+        tokens_B = torch.where(greedy_B, _only(logits_BV, allowed).argmax(dim=-1), tokens_B)
         chosen_B = chosen_B.masked_fill(greedy_B, 0.0)
     kept_ids = [
         kept_of(row, sampling) for row, sampling in zip(logprobs_BV, samplings, strict=True)
@@ -233,4 +267,7 @@ def raw_logprobs(
 
 def is_plain(samplings: Sequence[Sampling]) -> bool:
     """Whether the native steps can draw: temperature is all there is to a distribution, and no more is asked for."""
-    return not any(s.is_truncated or s.returns_raw_logprobs or s.stop_strings for s in samplings)
+    return not any(
+        s.is_truncated or s.constraint is not None or s.returns_raw_logprobs or s.stop_strings
+        for s in samplings
+    )

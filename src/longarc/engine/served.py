@@ -274,10 +274,15 @@ class ServedEngine:
 
     def _refuse_unknown(self, sampling: Sampling) -> None:
         """Refuse what somebody taught requests and not this client: nothing is left out in silence."""
+        if sampling.constraint is not None:
+            raise EngineRequestError(
+                f"{self.server.name} runs without a tokenizer here, and so cannot make an answer follow a JSON schema; "
+                f"ask for plain text, or use LongArc's own engine"
+            )
         for known in fields(sampling):
             value = getattr(sampling, known.name)
             if known.name not in _UNDERSTOOD and value != known.default:
-                raise EngineError(
+                raise EngineRequestError(
                     f"{self.server.name} cannot honour {known.name}={value!r}; leave it out, or use the embedded engine"
                 )
 
@@ -299,7 +304,7 @@ class ServedEngine:
         self._refuse_unknown(sampling)
         refusal = self.server.refusal(sampling)
         if refusal is not None:
-            raise EngineError(f"{self.server.name} {refusal}")
+            raise EngineRequestError(f"{self.server.name} {refusal}")
         if self._busy.num_requests >= self._limits.max_requests:
             raise EngineError(
                 f"{self._busy.num_requests} requests are in flight already (engine.max_running + "

@@ -47,6 +47,7 @@ from longarc.models.kernels.steps import Interrupt
 from longarc.models.projection import token_logprobs
 from longarc.models.variants.hybrid import Hybrid
 from longarc.records.sampling import Sampling
+from longarc.tokens.grammar import AllowedIds
 
 
 def checked_to_draft(model: Decoder, num_speculative_tokens: int) -> GlmMoeDsa:
@@ -171,11 +172,15 @@ class Speculation(Decoding):
 
     def _round(self, weights: EngineWeights, requests: Sequence[Request]) -> list[Advance]:
         samplings = [request.sampling for request in requests]
+        allowed = [request.allowed() for request in requests]
         draft_ids_BD, draft_BDV, counts = self._drafts(weights, requests)
         check = self._verified_rows(weights, requests, draft_ids_BD, counts)
         num_rows = [count + 1 for count in counts]
         main_NV = sampling_probability(
-            check.logits, [s for s, n in zip(samplings, num_rows, strict=True) for _ in range(n)]
+            check.logits,
+            [s for s, n in zip(samplings, num_rows, strict=True) for _ in range(n)],
+            # Of a constrained request nothing is drafted, so it has one row.
+            [a for a, n in zip(allowed, num_rows, strict=True) for _ in range(n)],
         )
         num_places = draft_ids_BD.shape[1] + 1
         main_BTV = main_NV.new_zeros(len(requests), num_places, main_NV.shape[1])
@@ -199,7 +204,7 @@ class Speculation(Decoding):
                 [int(d < count) for d in range(self._num_drafts)],
             )
             token_ids = [*draft_ids_BD[row, :count].tolist(), int(outcome.next_ids[row])]
-            advances.append(self._advance(weights, request, token_ids, check, row))
+            advances.append(self._advance(weights, request, token_ids, check, row, allowed[row]))
         _keep(weights, requests, advances, check)
         return advances
 
@@ -221,7 +226,10 @@ class Speculation(Decoding):
         seeds = [request.seed for request in requests]
         tokens_B = torch.tensor([request.last_token for request in requests])
         logits_BV = chain.read(tokens_B)
-        most = [min(self._num_drafts, request.num_left - 1) for request in requests]
+        most = [
+            0 if request.walk is not None else min(self._num_drafts, request.num_left - 1)
+            for request in requests
+        ]
         counts = [0] * len(requests)
         chance_B = torch.ones(len(requests), dtype=torch.float64)
         ids: list[Tensor] = []
@@ -302,6 +310,7 @@ class Speculation(Decoding):
         token_ids: list[int],
         check: "_Check",
         row: int,
+        allowed: AllowedIds | None,
     ) -> Advance:
         """Say what is to be known of the tokens; they end with the first whose logits are not finite."""
         rows, sampling = check.rows[row], request.sampling
@@ -315,8 +324,8 @@ class Speculation(Decoding):
         samplings = [sampling] * len(token_ids)
         if sampling.temperature == 0:
             logprobs, kept = torch.zeros(len(ids_T)), []
-        elif sampling.is_truncated:
-            logprobs_TV = sampling_logprobs(logits_TV, samplings)
+        elif sampling.is_truncated or allowed is not None:
+            logprobs_TV = sampling_logprobs(logits_TV, samplings, [allowed] * len(token_ids))
             logprobs = logprobs_TV.gather(1, ids_T[:, None])[:, 0]
             kept = [kept_of(own, sampling) for own in logprobs_TV]
         else:

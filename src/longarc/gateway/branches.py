@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from longarc.gateway.places import Place
 from longarc.gateway.tree import Node, SessionTree
+from longarc.records.constraint import ConstrainedSpan
 from longarc.records.segment import NOT_SAMPLED, Segment, SegmentKind
 from longarc.records.turn import Turn
 
@@ -112,6 +113,7 @@ def _segment(
     logprobs: list[float] = []
     versions: list[int] = []
     kept: list[tuple[int, ...]] = []
+    constraints: list[ConstrainedSpan] = []
     routing: list[bytes] = []
     for node in tree.path(tip):
         num_context, num_sampled = len(node.context_ids), len(node.sampled_ids)
@@ -121,6 +123,14 @@ def _segment(
         logprobs += [0.0] * num_context + node.logprobs.tolist()
         kept += [()] * num_context + list(node.kept_ids or [()] * num_sampled)
         routing += node.routing
+        if node.constrained is not None:
+            constraint, stop_ids = node.constrained
+            start = len(kept) - num_sampled
+            constraints.append(
+                ConstrainedSpan(
+                    start=start, stop=len(kept), constraint=constraint, stop_ids=stop_ids
+                )
+            )
         versions += [NOT_SAMPLED] * num_context
         for version, length in node.version_runs:
             versions += [version] * length
@@ -131,6 +141,7 @@ def _segment(
         behaviour_logprobs=tuple(logprobs),
         policy_versions=tuple(versions),
         kept_ids=tuple(kept) if any(kept) else None,
+        constraints=tuple(constraints),
         # Of the last token nobody knows yet.
         routing=(*routing, b"") if routing else None,
         kind=place.kind,

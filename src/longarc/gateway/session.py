@@ -35,7 +35,13 @@ from longarc.gateway.repeats import Repeats, request_digest
 from longarc.gateway.session_settings import SessionClosed, SessionSettings
 from longarc.gateway.tree import Node, SessionTree, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
-from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
+from longarc.gateway.turn_making import (
+    constraint_of,
+    opening_ids,
+    stop_of,
+    turn_message,
+    turn_sampling,
+)
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
 from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
@@ -340,6 +346,9 @@ class GatewaySession:
         if self._settings.sampling.returns_routing_from is not None:
             # What the parent has is of the passes that drew its tokens; of its last one it has nothing.
             wanted = replace(wanted, returns_routing_from=max(0, built.num_stored - 1))
+        constraint = constraint_of(self._format, options, tools, thinking=thinks)
+        if constraint is not None:
+            wanted = replace(wanted, constraint=constraint)
         granted = self._meter.hold(wanted.max_new_tokens)
         try:
             wanted = replace(
@@ -376,6 +385,7 @@ class GatewaySession:
             message=message,
             ids_digest=digest.digest(),
             kept_ids=completion.kept_ids,
+            constrained=None if wanted.constraint is None else (wanted.constraint, wanted.stop_ids),
             routing=completion.routing,
             serial=serial,
             request=request_digest(options, body=False) or b"",

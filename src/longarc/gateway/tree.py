@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from longarc.errors import ContractError
 from longarc.gateway.asked import Asked
+from longarc.records.constraint import Constraint
 from longarc.records.message import Message, Role
 from longarc.records.sampling import FinishReason
 
@@ -53,6 +54,8 @@ class Node:
     """Digest of all ids from the root to the end of this turn."""
     kept_ids: tuple[tuple[int, ...], ...] = ()
     """Of each sampled id, the ids it was drawn from; () for the whole vocabulary. Empty where that holds for all."""
+    constrained: tuple[Constraint, tuple[int, ...]] | None = None
+    """What the answer had to follow, and the ids that could end it; None where it was free."""
     routing: tuple[bytes, ...] = ()
     """What tokens were routed to: of the parent's last one, of the context, and of the sampled ones but the last, which
     a continuation has. Empty where nobody asked."""

@@ -4,7 +4,8 @@ A payload is UTF-8 JSON with the fields of ``tree.Node``: arrays as lists, diges
 log-probabilities in the shortest form that reads back as the same double, the answer as an object of
 ``content``, ``reasoning`` and ``tool_calls`` (lists of id, name, arguments as JSON text, error), and
 ``format``, which is 1. ``kept_ids`` is there only where sampling left tokens out, ``routing`` (base64)
-only where it was asked for, ``serial``, ``request`` and ``body``
+only where it was asked for, ``constrained`` (the constraint's fields, and the ids that end it) only where
+there is a constraint, ``serial``, ``request`` and ``body``
 where they were given, and ``asked`` where the client owns its context; a payload without them has the bytes it
 always had. It is written before the answer is returned, so whatever a client saw is in the log.
 """
@@ -21,9 +22,11 @@ import orjson
 from longarc.errors import ContractError, boundary
 from longarc.gateway.asked import Asked
 from longarc.gateway.tree import Node, id_array
+from longarc.records.constraint import Constraint
 from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.segment import SegmentKind
+from longarc.runs.record_json import constraint_from_json, constraint_to_json
 
 TurnLog: TypeAlias = Callable[[str, int, bytes], None]
 """Called with session id, turn index and payload; returns when the payload is durable."""
@@ -59,6 +62,9 @@ def encode_turn(node: Node) -> bytes:
     }
     if node.kept_ids:
         head["kept_ids"] = node.kept_ids
+    if node.constrained is not None:
+        constraint, stop_ids = node.constrained
+        head["constrained"] = [constraint_to_json(constraint), stop_ids]
     if node.routing:
         head["routing"] = [b64encode(blob).decode("ascii") for blob in node.routing]
     if node.serial not in (-1, node.index):
@@ -98,6 +104,7 @@ def decode_turn(payload: bytes) -> Node:
             finish_reason=data["finish_reason"],
             ids_digest=bytes.fromhex(data["ids_digest"]),
             kept_ids=tuple(tuple(ids) for ids in data.get("kept_ids", ())),
+            constrained=_constrained(data.get("constrained")),
             routing=tuple(map(b64decode, data.get("routing", ()))),
             serial=data.get("serial", data["index"]),
             request=bytes.fromhex(data.get("request", "")),
@@ -113,6 +120,10 @@ def decode_turn(payload: bytes) -> Node:
                 ),
             ),
         )
+
+
+def _constrained(data: list[Any] | None) -> tuple[Constraint, tuple[int, ...]] | None:
+    return None if data is None else (constraint_from_json(data[0]), tuple(data[1]))
 
 
 def _asked_json(asked: Asked) -> dict[str, Any]:

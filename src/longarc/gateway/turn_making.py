@@ -9,6 +9,7 @@ from longarc.gateway.completion import Completion
 from longarc.gateway.session_settings import SessionSettings
 from longarc.gateway.stops import cut_at_stop, first_stop
 from longarc.gateway.turn_options import TurnOptions, TurnStart
+from longarc.records.constraint import Constraint, Reasoning
 from longarc.records.message import Message, ToolSpec
 from longarc.records.ports import ContextExhausted
 from longarc.records.sampling import Sampling
@@ -71,6 +72,33 @@ def turn_sampling(
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         stop_strings=tuple(dict.fromkeys(stop_strings)),
         stream_interval_tokens=options.stream_interval_tokens if options.on_progress else interval,
+    )
+
+
+def constraint_of(
+    chat_format: ChatFormat, options: TurnOptions, tools: Sequence[ToolSpec], *, thinking: bool
+) -> Constraint | None:
+    """Return what the answer has to follow; None where nothing was asked for, or a call is forced.
+
+    Raises:
+        ConfigError: nobody knows where the answer begins in this chat format.
+    """
+    if options.json_schema is None or options.forced_call is not None:
+        return None
+    tags = chat_format.streamed_tags
+    if tags is None:
+        raise ConfigError(
+            f"nobody knows where reasoning ends in an answer of the chat format {chat_format.name}, so none can be made "
+            f"to follow a JSON schema; ask for plain text"
+        )
+    reasoning: Reasoning = "none"
+    if thinking:
+        reasoning = "open" if tags.opens_thinking else "optional"
+    return Constraint(
+        json_schema=options.json_schema,
+        reasoning=reasoning,
+        allows_calls=bool(tools) and options.tool_choice != "none",
+        tags_by_id=tags.by_id,
     )
 
 

@@ -45,6 +45,9 @@ class TurnOptions:
     """Replaces the seed of this turn, whatever the distribution."""
     thinking: bool | None = None
     """Replaces the session's choice for this turn."""
+    json_schema: str | None = None
+    """JSON schema, as JSON, that the text of the answer follows; what is thought before it, and a call in its place,
+    are free."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; the tokens that spell one are kept and trained, the answer is cut before it."""
     lineage: Lineage | None = None

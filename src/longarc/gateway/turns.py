@@ -42,15 +42,6 @@ class Asking:
         """
         request = self.request
         key = self.headers.get("idempotency-key")
-        if request.json_schema is not None:
-            raise WireError(
-                400,
-                "output that follows a JSON schema is not supported by this gateway: no engine behind it masks tokens. "
-                "Send the schema as the parameters of a tool and force its call with tool_choice, or ask for plain "
-                "text",
-                param="response_format",
-                code="unsupported_value",
-            )
         forced = self._forced_call()
         try:
             lineage = read_lineage(self.headers)
@@ -65,6 +56,7 @@ class Asking:
             sampling=sampling,
             thinking=request.thinking if self.honours_sampling else None,
             stop=request.stop,
+            json_schema=request.json_schema,
             lineage=lineage,
             # The answers to one request are different ones, whatever makes a request known again.
             idempotency_key=None if key is None else f"{key}/{choice}" if choice else key,

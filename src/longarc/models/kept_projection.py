@@ -5,9 +5,10 @@ Shape letters: C rows of a chunk, U ids that any of them kept.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -21,6 +22,15 @@ from longarc.models.projection import chunk_size, project_logits, token_logprobs
 
 KeptIds: TypeAlias = Sequence[Sequence[int]]
 """Of each row, the ids that were left, ascending."""
+
+
+@runtime_checkable
+class _Marked(Protocol):
+    """Ids that are known as a mask over the vocabulary, as those that a constraint allows."""
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Return whether each id of the vocabulary is one of them."""
+        ...
 
 
 def scored(
@@ -123,6 +133,8 @@ def _table(kept_ids: KeptIds, first: int, vocab_size: int) -> tuple[Tensor, Tens
     counts = [len(ids) for ids in kept_ids]
     if 0 in counts:
         raise ContractError(f"token {first + counts.index(0)} was drawn from no id at all")
+    if sum(counts) >= vocab_size:
+        return _marked(kept_ids, vocab_size)
     flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in kept_ids])
     ids, columns = np.unique(flat, return_inverse=True)
     found = torch.from_numpy(ids)
@@ -131,6 +143,21 @@ def _table(kept_ids: KeptIds, first: int, vocab_size: int) -> tuple[Tensor, Tens
     rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     is_kept[rows, torch.from_numpy(columns.reshape(-1))] = True
     return found, is_kept
+
+
+def _marked(kept_ids: KeptIds, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the table of rows that keep most of the vocabulary: to mark it is cheaper than to sort it."""
+    is_kept = np.zeros((len(kept_ids), vocab_size), dtype=bool)
+    for row, ids in zip(is_kept, kept_ids, strict=True):
+        if isinstance(ids, _Marked):
+            row[:] = ids.mask()
+        else:
+            some = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+            check_ids(some, vocab_size)
+            row[some.numpy()] = True
+    found = np.flatnonzero(is_kept.any(axis=0))
+    table = is_kept if len(found) == vocab_size else is_kept[:, found]
+    return torch.from_numpy(found), torch.from_numpy(table)
 
 
 def _places(targets: Tensor, ids: Tensor, is_kept: Tensor, first: int) -> Int[Tensor, " C"]:

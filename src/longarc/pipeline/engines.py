@@ -12,7 +12,7 @@ from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.line_client import MAX_LINE_BYTES
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
-from longarc.engine.stop_strings import TokenBytes
+from longarc.engine.token_text import TokenText
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError, EngineLostError
 from longarc.models.routed_rows import RoutingShape
@@ -20,6 +20,7 @@ from longarc.pipeline.workspace import Loaded
 from longarc.records.ports import Engine
 from longarc.records.sampling import RoutingReplay, WeightSource
 from longarc.runs.disk import size_text
+from longarc.tokens.tokenizer import Tokenizer
 
 _WEIGHTS = "model.safetensors"
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -33,7 +34,7 @@ def embedded_engine(
     policy_version: int,
     num_threads: int,
     seed: int,
-    token_bytes: TokenBytes | None = None,
+    tokenizer: Tokenizer | None = None,
     records_routing: RoutingReplay = "none",
 ) -> EmbeddedEngine:
     """Return an engine in this process over a checkpoint's model, which is its own from now on.
@@ -46,7 +47,7 @@ def embedded_engine(
         num_threads: compute threads; a run may be served or evaluated on a smaller machine than it was made
             on, so never more than there are cores, which changes no number.
         seed: of requests without one.
-        token_bytes: what stop strings are looked for in; None refuses them.
+        tokenizer: of the model; None refuses stop strings and constraints.
         records_routing: what of the routing of tokens requests may ask for.
     """
     return EmbeddedEngine(
@@ -56,7 +57,9 @@ def embedded_engine(
         policy_version=policy_version,
         attention=loaded.attention,
         seed=seed,
-        token_bytes=token_bytes,
+        text=None
+        if tokenizer is None
+        else TokenText.of(tokenizer, vocab_size=loaded.model.config.vocab_size),
         records_routing=records_routing,
     )
 

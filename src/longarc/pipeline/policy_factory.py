@@ -21,6 +21,8 @@ from longarc.models.threads import set_compute_threads
 from longarc.pipeline.critic_factory import CriticSpec, critic_of, critic_settings
 from longarc.pipeline.workspace import load_checkpoint
 from longarc.records.sampling import RoutingReplay
+from longarc.tokens.grammar import Grammars
+from longarc.tokens.tokenizer import Tokenizer
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.gradients import GradientSource, in_this_process
 from longarc.trainer.policy import PolicySettings, PolicyTrainer
@@ -52,6 +54,8 @@ class PolicyTrainerSpec:
     """What is kept between forward and backward."""
     routing_replay: RoutingReplay = "none"
     """What of the engine's routing is replayed."""
+    tokenizer: str | None = None
+    """The run's ``tokenizer.json``; None refuses what was sampled under a JSON schema."""
     teachers: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint of each family's teacher; empty where rewards teach."""
     critic: CriticSpec | None = None
@@ -84,6 +88,7 @@ def build_policy_trainer(
             loss_settings=spec.loss.settings,
             router_bias_rate=spec.router_bias_rate,
             routing_replay=spec.routing_replay,
+            grammars=_grammars(spec.tokenizer, loaded.model),
             normalises_batch=spec.advantage in _NORMALISED,
             overlong=spec.overlong,
             critic=None
@@ -109,6 +114,12 @@ def build_policy_trainer(
     if spec.resume_checkpoint is not None:
         trainer.load(spec.resume_checkpoint)
     return trainer
+
+
+def _grammars(tokenizer: str | None, model: Decoder) -> Grammars | None:
+    if tokenizer is None:
+        return None
+    return Grammars(Tokenizer.load(tokenizer), vocab_size=model.config.vocab_size)
 
 
 _NORMALISED: Final = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")

@@ -8,6 +8,7 @@ from longarc.config.recipe import INITIAL, Recipe
 from longarc.config.rollout import takes_turns
 from longarc.errors import CheckpointError, ConfigError
 from longarc.pipeline.trainer_factory import SamplingStage, TrainerSpec, build_trainer, trainer_spec
+from longarc.pipeline.workspace import TOKENIZER_FILE
 from longarc.records.batch import StepReport
 from longarc.runs.checkpoint import read_manifest
 from longarc.runs.directory import RunDirectory
@@ -91,12 +92,14 @@ def _start(
             )
         return checkpoint
 
+    tokenizer = run.path / TOKENIZER_FILE
     spec = trainer_spec(
         recipe,
         config,
         input_checkpoint=first,
         resume_checkpoint=usable[-1] if usable else None,
         publish_directory=Path(scratch),
+        tokenizer=tokenizer if tokenizer.exists() else None,
         final=final,
     )
     return (read_manifest(usable[-1]).step if usable else 0), spec

@@ -64,6 +64,7 @@ async def reinforce(
         input_checkpoint=loaded.path,
         resume_checkpoint=resumed,
         publish_directory=publish_directory,
+        tokenizer=workspace.tokenizer_path,
         final=workspace.final,
     )
     async with _trainer(workspace, spec, config) as trainer:
@@ -165,7 +166,7 @@ async def serving(
             policy_version=policy_version,
             num_threads=num_threads,
             seed=workspace.recipe.seed,
-            token_bytes=workspace.tokenizer().token_bytes,
+            tokenizer=workspace.tokenizer(),
             records_routing=rollout.routing_replay,
         )
     sandboxes = BwrapBackend(max_idle=workspace.recipe.engine.max_running)

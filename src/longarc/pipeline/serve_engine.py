@@ -16,7 +16,7 @@ from longarc.config.engine import EngineConfig
 from longarc.config.recipe import INITIAL, Recipe
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.server import DoorSettings, EngineDoor
-from longarc.engine.stop_strings import TokenBytes
+from longarc.engine.token_text import TokenText
 from longarc.engine.wire import EngineDescription
 from longarc.errors import ConfigError
 from longarc.gateway.server import bound_socket
@@ -70,8 +70,14 @@ class _Served:
     policy_version: int
     config: EngineConfig
     seed: int
-    token_bytes: TokenBytes | None
-    """Of the tokenizer beside the weights; None where there is none, and then stop strings are refused."""
+    tokenizer: Tokenizer | None
+    """The one beside the weights; None where there is none, and then stop strings and constraints are refused."""
+
+    def text(self, vocab_size: int) -> TokenText | None:
+        """Return what an engine reads of the tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return TokenText.of(self.tokenizer, vocab_size=vocab_size)
 
 
 async def serve_engine(
@@ -115,7 +121,7 @@ async def serve_engine(
                 policy_version=served.policy_version,
                 attention=served.attention,
                 seed=served.seed + rank,
-                token_bytes=served.token_bytes,
+                text=served.text(model.config.vocab_size),
                 records_routing=settings.records_routing,
             )
             ranks.append(await opened.enter_async_context(engine))
@@ -169,7 +175,7 @@ def _of_directory(directory: Path, settings: EngineServerSettings) -> _Served:
         policy_version=0,
         config=_with_threads(_config_for(settings), _num_cores(), settings),
         seed=0,
-        token_bytes=_token_bytes(directory),
+        tokenizer=_tokenizer(directory),
     )
 
 
@@ -208,7 +214,7 @@ def _of_run(run_dir: Path, recipe: Recipe, settings: EngineServerSettings) -> _S
             settings,
         ),
         seed=recipe.seed,
-        token_bytes=_token_bytes(run_dir),
+        tokenizer=_tokenizer(run_dir),
     )
 
 
@@ -218,9 +224,9 @@ def _with_threads(
     return config.model_copy(update={"num_threads": max(1, num_cores // settings.num_ranks)})
 
 
-def _token_bytes(directory: Path) -> TokenBytes | None:
+def _tokenizer(directory: Path) -> Tokenizer | None:
     path = directory / TOKENIZER_FILE
-    return Tokenizer.load(path).token_bytes if path.exists() else None
+    return Tokenizer.load(path) if path.exists() else None
 
 
 def _num_cores() -> int:

@@ -44,6 +44,7 @@ def trainer_spec(
     input_checkpoint: Path,
     resume_checkpoint: Path | None,
     publish_directory: Path,
+    tokenizer: Path | None,
     final: Callable[[str], Path],
 ) -> TrainerSpec:
     """Return what the trainer of a stage is made of.
@@ -54,6 +55,7 @@ def trainer_spec(
         input_checkpoint: final checkpoint of the stage before.
         resume_checkpoint: newest checkpoint of this stage, if there is one.
         publish_directory: where weights for engines are written.
+        tokenizer: the run's; None refuses what was sampled under a JSON schema.
         final: returns the final checkpoint of a stage that this one names: a teacher's or a critic's.
     """
     resumed = None if resume_checkpoint is None else str(resume_checkpoint)
@@ -83,6 +85,7 @@ def trainer_spec(
         router_bias_rate=0.0,
         routing_replay=config.rollout.routing_replay,
         num_threads=num_threads,
+        tokenizer=None if tokenizer is None else str(tokenizer),
     )
     if isinstance(config, DistillConfig):
         teachers = {family: str(final(config.teachers[family])) for family in config.tasks}

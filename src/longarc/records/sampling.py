@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from longarc.errors import ContractError
+from longarc.records.constraint import Constraint
 
 MAX_SEED = 2**63 - 1
 """Largest seed: what every engine, and every JSON between them, can carry as a whole number."""
@@ -33,7 +34,8 @@ class Sampling:
 
     Logits are divided by the temperature; top-k keeps the likeliest tokens; of these, top-p keeps the likeliest
     until they have that share of the probability; of these, min-p keeps those that are likely enough beside the
-    likeliest. Tokens tied with the last one kept are kept too. What is left is normalised again.
+    likeliest. Tokens tied with the last one kept are kept too. What is left is normalised again. A constraint comes
+    first of all: what it does not allow is not there.
     """
 
     max_new_tokens: int
@@ -69,6 +71,8 @@ class Sampling:
     on_update: UpdatePolicy | None = None
     """What becomes of the completion when new weights arrive while it runs; None leaves it to the engine, and the
     embedded one continues. Whatever it is, each piece names the version that sampled its tokens."""
+    constraint: Constraint | None = None
+    """What the text has to follow; at least one stop id ends it then."""
     num_sampled_before: int = 0
     """Tokens at the end of the prompt that belong to this completion already [tokens]: it was begun elsewhere
     and goes on here. Draws go on at this position of the seed's stream; the budget is what is left."""
@@ -107,6 +111,11 @@ class Sampling:
                 f"None or one of {get_args(UpdatePolicy)}",
             ),
             ("num_sampled_before", self.num_sampled_before >= 0, "at least 0"),
+            (
+                "stop_ids",
+                self.constraint is None or len(self.stop_ids) > 0,
+                "at least one id, because a constraint lets nothing else end a completion",
+            ),
         )
         for name, holds, allowed in rules:
             if not holds:

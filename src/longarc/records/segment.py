@@ -6,6 +6,7 @@ from itertools import compress
 from operator import gt
 
 from longarc.errors import ContractError
+from longarc.records.constraint import ConstrainedSpan
 
 NOT_SAMPLED = -1
 """Policy version of a token that no policy sampled."""
@@ -45,6 +46,9 @@ class Segment:
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """Of each sampled token, the ids it was drawn from, ascending, where top-k, top-p or min-p left some out; ()
     elsewhere. Length L; None where no token of the segment has any."""
+    constraints: tuple[ConstrainedSpan, ...] = ()
+    """Where tokens were sampled under a constraint, in order. One without kept ids was drawn from all that the
+    constraint allowed, which follows from the tokens before it in its span."""
     routing: tuple[bytes, ...] | None = None
     """What each token was routed to, in the bytes of ``longarc.models.routed_rows``, by the pass that drew the token
     behind it; empty for the last one. Length L; None where nobody asked."""
@@ -74,6 +78,11 @@ class Segment:
             lengths["routing"] = len(self.routing)
         if len(set(lengths.values())) != 1:
             raise ContractError(f"Segment fields must have one length, got {lengths}")
+        ends = [0, *(end for span in self.constraints for end in (span.start, span.stop))]
+        if sorted(ends) != ends or ends[-1] > len(self.token_ids):
+            raise ContractError(
+                f"Segment of {len(self.token_ids)} tokens has constraints that overlap or go beyond it: {ends[1:]}"
+            )
         if any(map(gt, self.train_mask, self.is_sampled)):
             raise ContractError("Segment trains on a token that the policy did not sample")
         for token_id, kept in zip(self.token_ids, self.kept_ids or (), strict=False):

@@ -27,6 +27,8 @@ from longarc.records.task import Task
 from longarc.records.trajectory import Trajectory
 from longarc.runs.record_json import (
     PLAIN_FIELDS,
+    constrained_from_json,
+    constrained_to_json,
     from_json,
     message_from_json,
     message_to_json,
@@ -121,6 +123,8 @@ def _segment_to_parts(segment: Segment) -> tuple[dict[str, object], list[bytes]]
         meta["parent_agent_id"] = segment.parent_agent_id
     if segment.window:
         meta["window"] = segment.window
+    if segment.constraints:
+        meta["constraints"] = [constrained_to_json(span) for span in segment.constraints]
     arrays = [_planes(np.array(segment.token_ids, "<i4")), np.packbits(sampled).tobytes()]
     if is_mask_own:
         arrays.append(np.packbits(np.array(segment.train_mask, bool)).tobytes())
@@ -192,6 +196,7 @@ def _segment_from_parts(meta: dict[str, Any], cursor: _Cursor) -> Segment:
         behaviour_logprobs=tuple(logprobs.tolist()),
         policy_versions=versions,
         kept_ids=kept_ids,
+        constraints=tuple(constrained_from_json(span) for span in meta.get("constraints", ())),
         routing=routing,
         kind=SegmentKind(meta["kind"]),
         order=meta["order"],

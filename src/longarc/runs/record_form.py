@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from longarc.config.settings import problems_of
 from longarc.errors import ContractError
+from longarc.records.constraint import Reasoning
 
 _Text = InstanceOf[str]
 """Any text, lone surrogates as well, which pydantic's own ``str`` refuses."""
@@ -57,6 +58,16 @@ class _Turn(_Form):
     tools: list[_Tool] = []
 
 
+class _Constrained(_Form):
+    start: _Count
+    stop: _Count
+    stop_ids: list[_Count]
+    json_schema: _Text
+    reasoning: Reasoning
+    allows_calls: bool
+    tags_by_id: bool
+
+
 class _Segment(_Form):
     order: _Count
     kind: _Text
@@ -70,6 +81,7 @@ class _Segment(_Form):
     logprobs: list[float]
     version_runs: list[Annotated[_Runs, Field(min_length=2, max_length=2)]]
     kept_ids: list[list[int]] | None = None
+    constraints: list[_Constrained] = []
     routing: list[_Base64] | None = None
 
 

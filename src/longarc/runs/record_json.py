@@ -7,16 +7,19 @@ JSON numbers: masks and versions in runs, log-probabilities only of sampled toke
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import Any, Final
 
 from longarc.errors import ContractError, boundary
+from longarc.records.constraint import ConstrainedSpan, Constraint
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.outcome import Outcome
 from longarc.records.segment import NOT_SAMPLED, Segment, SegmentKind
 from longarc.records.trajectory import Trajectory
 from longarc.records.turn import Turn
 
+_CONSTRAINT_FIELDS: Final = tuple(field.name for field in fields(Constraint))
 PLAIN_FIELDS: Final = (
     "id",
     "stage",
@@ -175,6 +178,8 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
     }
     if segment.kept_ids is not None:
         out["kept_ids"] = segment.kept_ids
+    if segment.constraints:
+        out["constraints"] = [constrained_to_json(span) for span in segment.constraints]
     if segment.routing is not None:
         out["routing"] = [b64encode(blob).decode("ascii") for blob in segment.routing]
     return out
@@ -194,6 +199,7 @@ def segment_from_json(data: Mapping[str, Any]) -> Segment:
         behaviour_logprobs=tuple(next(logprobs) if s else 0.0 for s in sampled),
         policy_versions=tuple(next(versions) if s else NOT_SAMPLED for s in sampled),
         kept_ids=None if kept is None else tuple(tuple(ids) for ids in kept),
+        constraints=tuple(constrained_from_json(span) for span in data.get("constraints", ())),
         routing=None if routing is None else tuple(map(b64decode, routing)),
         kind=SegmentKind(data["kind"]),
         order=data["order"],
@@ -202,6 +208,36 @@ def segment_from_json(data: Mapping[str, Any]) -> Segment:
         parent_agent_id=data["parent_agent_id"],
         window=data["window"],
     )
+
+
+def constrained_to_json(span: ConstrainedSpan) -> dict[str, Any]:
+    """Return a constrained span as JSON."""
+    return {
+        "start": span.start,
+        "stop": span.stop,
+        "stop_ids": list(span.stop_ids),
+        **constraint_to_json(span.constraint),
+    }
+
+
+def constrained_from_json(data: Mapping[str, Any]) -> ConstrainedSpan:
+    """Undo ``constrained_to_json``."""
+    return ConstrainedSpan(
+        start=data["start"],
+        stop=data["stop"],
+        stop_ids=tuple(data["stop_ids"]),
+        constraint=constraint_from_json(data),
+    )
+
+
+def constraint_to_json(constraint: Constraint) -> dict[str, Any]:
+    """Return a constraint as JSON."""
+    return {name: getattr(constraint, name) for name in _CONSTRAINT_FIELDS}
+
+
+def constraint_from_json(data: Mapping[str, Any]) -> Constraint:
+    """Undo ``constraint_to_json``; other keys are left alone."""
+    return Constraint(**{name: data[name] for name in _CONSTRAINT_FIELDS})
 
 
 def _runs(mask: Sequence[bool]) -> list[int]:

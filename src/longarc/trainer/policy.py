@@ -29,6 +29,7 @@ from longarc.models.moe import update_router_bias
 from longarc.models.routed_rows import RoutingShape
 from longarc.records.batch import Batch, StepReport
 from longarc.records.sampling import RoutingReplay, WeightSource
+from longarc.tokens.grammar import Grammars
 from longarc.trainer.baselines import RunningBaselines
 from longarc.trainer.checkpoint import load_training_state, save_training_state
 from longarc.trainer.credit import TrainItem, length_penalties, train_items
@@ -76,6 +77,8 @@ class PolicySettings:
     """How the critic learns, where one gives the advantages."""
     routing_replay: RoutingReplay = "none"
     """What of the engine's routing is replayed."""
+    grammars: Grammars | None = None
+    """Of the tokenizer; without them nothing that was sampled under a JSON schema can be trained."""
     num_token_reports: int = 4
     """Segments per step whose per-token results are reported."""
 
@@ -238,7 +241,9 @@ class PolicyTrainer:
             ]
         if batch.resets_optimizer:
             self._optimizer.reset()
-        documents = documents_of(items, replays=settings.routing_replay != "none")
+        documents = documents_of(
+            items, replays=settings.routing_replay != "none", grammars=settings.grammars
+        )
         self._optimizer.zero_grad()
         sums = self._add_gradients(documents, batch.step)
         parameters = self._optimizer.parameters
@@ -289,8 +294,16 @@ class PolicyTrainer:
         return "unknown (each alone has a finite gradient, so their sum overflows)"
 
 
-def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[PolicyDocument]:
-    """Return what the objective sees of each item."""
+def documents_of(
+    items: Sequence[TrainItem], *, replays: bool = False, grammars: Grammars | None = None
+) -> list[PolicyDocument]:
+    """Return what the objective sees of each item.
+
+    Args:
+        items: the segments.
+        replays: whether routing is replayed.
+        grammars: say what constrained tokens were drawn from; without them such segments are refused.
+    """
     for item in items:
         if item.segment.train_mask[0]:
             raise ContractError(
@@ -306,13 +319,39 @@ def documents_of(items: Sequence[TrainItem], *, replays: bool = False) -> list[P
             segment_order=item.segment.order,
             family=item.trajectory.family,
             behaviour_logprobs=item.segment.behaviour_logprobs,
-            kept_ids=item.segment.kept_ids,
+            kept_ids=_drawn_from(item, grammars),
             routing=_routing_of(item) if replays else None,
             advantages=item.advantages,
             token_weight=item.token_weight,
         )
         for index, item in enumerate(items)
     ]
+
+
+def _drawn_from(item: TrainItem, grammars: Grammars | None) -> Sequence[Sequence[int]] | None:
+    """Return of each token the ids it was drawn from, those that follow from a constraint included."""
+    segment = item.segment
+    if not segment.constraints:
+        return segment.kept_ids
+    where = f"trajectory {item.trajectory.id}: segment {segment.order}"
+    if grammars is None:
+        raise ContractError(
+            f"{where} was sampled under a JSON schema, and this trainer was not given the tokenizer that says what "
+            f"the schema left to draw from; give it one"
+        )
+    found: list[Sequence[int]] = list(segment.kept_ids or [()] * len(segment.token_ids))
+    try:
+        for span in segment.constraints:
+            if not any(segment.train_mask[span.start : span.stop]):
+                continue
+            walk = grammars.walk(span.constraint, span.stop_ids)
+            for position in range(span.start, span.stop):
+                if segment.train_mask[position] and not found[position]:
+                    found[position] = walk.allowed()
+                walk.take([segment.token_ids[position]])
+    except (ConfigError, ContractError) as error:
+        raise ContractError(f"{where}: {error}") from error
+    return found
 
 
 def _routing_of(item: TrainItem) -> Sequence[bytes]:

@@ -11,6 +11,7 @@ from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.remote import RemoteEngine
 from longarc.engine.router import Router
 from longarc.engine.server import DoorSettings, EngineDoor
+from longarc.engine.token_text import TokenText
 from longarc.engine.wire import EngineDescription
 from longarc.errors import EngineRequestError, WeightsRefusedError
 from longarc.gateway.server import bound_socket, serving
@@ -78,7 +79,7 @@ async def test_a_stop_string_that_began_elsewhere_is_found():
 
     settings = EngineConfig(cache_tokens=4096, max_running=8)
     async with EmbeddedEngine(
-        build_model(NANO, seed=0), settings, max_context_tokens=128, token_bytes=token_bytes
+        build_model(NANO, seed=0), settings, max_context_tokens=128, text=TokenText(token_bytes)
     ) as engine:
         whole, _ = await complete(engine)
         stop = b"".join(map(token_bytes, whole[15:19])).decode()

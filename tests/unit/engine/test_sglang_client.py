@@ -14,6 +14,7 @@ from longarc.engine.served import BrokenServerError, ServedEngine, ServedLimits
 from longarc.engine.sglang import SglangServer
 from longarc.engine.sglang_weights import DiskTransport, TensorTransport, transport_of
 from longarc.errors import ConfigError, EngineError, EngineFaultError
+from longarc.records.constraint import Constraint
 from longarc.records.sampling import Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
 
@@ -193,6 +194,10 @@ async def test_an_update_that_failed_leaves_unknown_weights_and_ends_the_engine(
         ({"top_p": 0.9}, "before top_p=0.9"),
         ({"top_k": 5}, "top_k=5"),
         ({"stop_strings": ("end",)}, "without a tokenizer"),
+        (
+            {"constraint": Constraint(json_schema="{}"), "stop_ids": (7,)},
+            "cannot make an answer follow a JSON schema",
+        ),
         ({"returns_raw_logprobs": True, "temperature": 0.5}, "one kind of log-probabilities"),
     ],
 )

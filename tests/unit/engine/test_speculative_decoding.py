@@ -8,6 +8,7 @@ import torch
 from engine_cases import LockStepEngine
 from longarc.config.engine import EngineConfig
 from longarc.engine.sampler import Stream, uniforms
+from longarc.engine.token_text import TokenText
 from longarc.errors import ConfigError, EngineFaultError
 from longarc.models.build import build_model
 from longarc.models.hf_weights import save_weights
@@ -35,7 +36,7 @@ def make_engine(
     drafts=4,
     least=0.0,
     context=160,
-    token_bytes=None,
+    text=None,
     attention="sparse",
     **settings,
 ):
@@ -45,7 +46,7 @@ def make_engine(
         EngineConfig(num_speculative_tokens=drafts, min_draft_probability=least, **settings),
         max_context_tokens=context,
         attention=attention,
-        token_bytes=token_bytes,
+        text=text,
     )
 
 
@@ -194,7 +195,7 @@ async def test_a_stop_string_ends_the_completion_inside_accepted_drafts():
     def token_bytes(token_id: int) -> bytes:
         return bytes([48 + token_id])
 
-    async with make_engine(token_bytes=token_bytes) as engine:
+    async with make_engine(text=TokenText(token_bytes)) as engine:
         free = ids_of(await complete(engine))
         for end in range(3, 40):
             text = b"".join(map(token_bytes, free)).decode()

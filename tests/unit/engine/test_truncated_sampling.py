@@ -10,6 +10,7 @@ from longarc.config.model import GlmMoeDsaConfig, LlamaConfig
 from longarc.config.training import OptimizerConfig
 from longarc.engine.embedded import EmbeddedEngine
 from longarc.engine.stop_strings import StopStrings
+from longarc.engine.token_text import TokenText
 from longarc.errors import EngineError
 from longarc.models.build import build_model
 from longarc.models.kernels.native import native
@@ -141,7 +142,7 @@ async def test_asking_for_more_changes_no_token():
 async def test_a_stop_string_ends_the_completion_with_the_token_that_spells_it():
     free = Sampling(max_new_tokens=60, seed=1)
     stops = Sampling(max_new_tokens=60, seed=1, stop_strings=("zz", "bab"))
-    whole, cut = await sampled(NANO, [free, stops], token_bytes=token_bytes)
+    whole, cut = await sampled(NANO, [free, stops], text=TokenText(token_bytes))
     ids, found = joined(whole, "token_ids"), joined(cut, "token_ids")
     length = next(n for n in range(1, 61) if b"bab" in b"".join(token_bytes(i) for i in ids[:n]))
     assert found == ids[:length]
@@ -149,7 +150,7 @@ async def test_a_stop_string_ends_the_completion_with_the_token_that_spells_it()
 
 
 async def test_stop_strings_without_the_text_of_tokens_are_refused():
-    with pytest.raises(EngineError, match=r"stop_strings=\['x'\].*token_bytes"):
+    with pytest.raises(EngineError, match=r"stop_strings=\['x'\].*with text"):
         await sampled(NANO, [Sampling(max_new_tokens=4, stop_strings=("x",))])
 
 

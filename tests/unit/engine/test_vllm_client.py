@@ -8,6 +8,7 @@ from fake_engine_servers import FakeVllm
 from longarc.engine.served import BrokenServerError, ServedEngine, ServedLimits
 from longarc.engine.vllm import VllmServer
 from longarc.errors import ConfigError, EngineError, EngineFaultError, EngineRequestError
+from longarc.records.constraint import Constraint
 from longarc.records.sampling import Sampling, WeightSource
 from longarc.runs.checkpoint import file_sha256
 
@@ -156,6 +157,10 @@ async def test_a_file_that_is_not_the_announced_one_never_reaches_the_server(wei
     [
         ({"temperature": 0.004}, "samples at temperature 0.01 where 0.004 is asked"),
         ({"stop_strings": ("end",)}, "without a tokenizer"),
+        (
+            {"constraint": Constraint(json_schema="{}"), "stop_ids": (7,)},
+            "cannot make an answer follow a JSON schema",
+        ),
         ({"returns_raw_logprobs": True, "temperature": 0.5}, "one kind of log-probabilities"),
         ({"max_new_tokens": 62}, "is 65 tokens"),
     ],

@@ -14,6 +14,7 @@ from ledger_cases import (
     make_trajectory,
 )
 from longarc.errors import ContractError, LedgerError
+from longarc.records.constraint import ConstrainedSpan, Constraint
 from longarc.records.message import Message, Role, ToolCall
 from longarc.records.metric import Metric
 from longarc.records.turn import Turn
@@ -33,6 +34,7 @@ from longarc.runs.codec import (
     trajectory_from_body,
     unpack_floats,
 )
+from longarc.runs.record_form import check_form
 from longarc.runs.record_json import to_json_line, trajectory_from_json, trajectory_to_json
 
 
@@ -106,6 +108,25 @@ def test_what_tokens_were_drawn_from_comes_back_and_costs_others_no_byte():
     truncated = changed_segment(trajectory, kept_ids=kept)
     assert there_and_back(truncated) == truncated
     assert b"kept" not in trajectory_body(trajectory)
+
+
+def test_what_tokens_had_to_follow_comes_back_and_costs_others_no_byte():
+    trajectory = make_trajectory()
+    constraint = Constraint(json_schema='{"type": "string"}', reasoning="open", allows_calls=True)
+    num = len(trajectory.segments[0].token_ids)
+    spans = tuple(
+        ConstrainedSpan(start=start, stop=stop, constraint=constraint, stop_ids=(7, 9))
+        for start, stop in ((1, 2), (2, num))
+    )
+    constrained = changed_segment(trajectory, constraints=spans)
+    assert there_and_back(constrained) == constrained
+    as_json = trajectory_to_json(constrained)
+    check_form(json.loads(to_json_line(as_json)))
+    assert trajectory_from_json(as_json) == constrained
+    assert b"constraints" not in trajectory_body(trajectory)
+    for wrong in ((spans[1], spans[0]), (dataclasses.replace(spans[1], stop=num + 1),)):
+        with pytest.raises(ContractError, match="constraints that overlap or go beyond"):
+            changed_segment(trajectory, constraints=wrong)
 
 
 def test_what_tokens_were_routed_to_comes_back_and_costs_others_no_byte():
