@@ -171,8 +171,10 @@ def trainer_of(config, grammars, directory):
     )
 
 
-@pytest.mark.parametrize("kind", ["glm", "llama", "mtp"])
-@pytest.mark.parametrize("path", ["native", "eager"])
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("glm", "native"), ("llama", "native"), ("mtp", "native"), ("llama", "eager")],
+)
 async def test_a_model_without_sense_follows_the_schema_and_the_trainer_scores_among_what_it_left(
     kind, path, tokenizer, tmp_path, monkeypatch
 ):
