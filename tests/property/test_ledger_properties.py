@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from atif_rules import broken_rules
 from ledger_cases import make_admission, make_batch, make_group, make_report, make_trajectory
+from longarc.records.constraint import ConstrainedSpan, Constraint
 from longarc.records.message import Message, Role, ToolCall, ToolSpec
 from longarc.records.outcome import Disposition
 from longarc.records.segment import Segment, SegmentKind
@@ -30,6 +31,23 @@ json_values = st.recursive(
 objects = st.dictionaries(st.text(), json_values, max_size=4)
 
 
+def any_span(length):
+    constraint = st.builds(
+        Constraint,
+        json_schema=st.text(),
+        reasoning=st.sampled_from(["none", "open", "optional"]),
+        allows_calls=st.booleans(),
+        tags_by_id=st.booleans(),
+    )
+    return st.builds(
+        ConstrainedSpan,
+        start=st.integers(0, length // 2),
+        stop=st.integers(length // 2, length),
+        constraint=constraint,
+        stop_ids=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+    )
+
+
 @st.composite
 def any_segment(draw):
     length = draw(st.integers(0, 40))
@@ -49,6 +67,7 @@ def any_segment(draw):
         behaviour_logprobs=tuple(draw(exact) if s else 0.0 for s in sampled),
         policy_versions=tuple(draw(st.integers(0, 2**40)) if s else -1 for s in sampled),
         kept_ids=draw(st.sampled_from([None, tuple(kept)])),
+        constraints=draw(st.just(()) | st.tuples(any_span(length))),
         routing=draw(st.none() | st.tuples(*[st.binary(max_size=5)] * length)),
         kind=draw(st.sampled_from(list(SegmentKind))),
         order=draw(st.integers(0, 9)),
