@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from longarc.runs.directory import RunDirectory
+from longarc.runs.exchange import read_trajectories
 from run_cases import small_recipe, write_finished_run
 
 pytestmark = pytest.mark.e2e
@@ -85,6 +86,8 @@ def test_what_a_program_did_is_in_the_ledger_and_in_the_directory(run_dir, tmp_p
     assert (told["outcome"], told["num_turns"]) == (trajectory.outcome.value, 2)
     assert told["messages"][0]["content"] == "Write the word."
     assert len(told["turns"]) == 2
+    (read,) = read_trajectories(out / "trajectory.json")
+    assert read == trajectory
     files = {
         str(path.relative_to(out / "workspace")): path.read_text()
         for path in (out / "workspace").rglob("*")

@@ -31,3 +31,12 @@ def test_no_safetensors_is_allowed_that_copies_what_it_writes():
     allowed = next(r.specifier for r in requirements if r.name == "safetensors")
     assert "0.7.0" not in allowed
     assert "0.8.0" in allowed
+
+
+def test_no_file_of_the_package_is_longer_than_500_lines():
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / "src").rglob("*")
+        if path.suffix in {".py", ".h", ".cpp"}
+    }
+    assert {name: length for name, length in lengths.items() if length > 500} == {}

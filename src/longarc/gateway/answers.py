@@ -21,6 +21,15 @@ class Answer:
     """The stop text that ended it, if one did."""
 
 
+@dataclass(frozen=True, slots=True)
+class MadeTurn:
+    """A turn that is not recorded yet."""
+
+    answer: Answer
+    digest: "hashlib.blake2b"
+    """Of all ids up to its end."""
+
+
 def turn_seed(
     session: Sampling, options: TurnOptions, sampling: Sampling, serial: int
 ) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from longarc.gateway.places import Place
 from longarc.gateway.tree import Node, SessionTree
+from longarc.records.message import ToolSpec
 from longarc.records.segment import NOT_SAMPLED, Segment, SegmentKind
 from longarc.records.turn import Turn
 
@@ -38,6 +39,20 @@ def segments_of(tree: SessionTree, placed: Sequence[Place]) -> tuple[Segment, ..
         _segment(tree, tip, placed, order=order, parent=parent, owner=branches.owner)
         for order, (tip, parent) in enumerate(zip(branches.tips, branches.parents, strict=True))
     )
+
+
+def tools_of(tree: SessionTree, placed: Sequence[Place]) -> tuple[ToolSpec, ...]:
+    """Return the tools of the main agent's newest conversation; none where no request was kept.
+
+    Args:
+        tree: the turns.
+        placed: the place of each.
+    """
+    for node, place in zip(reversed(tree.nodes), reversed(placed), strict=True):
+        is_main = place.parent_agent_id is None and place.kind is SegmentKind.EXEC
+        if node.asked is not None and node.parent is None and is_main:
+            return node.asked.tools
+    return ()
 
 
 def turns_of(tree: SessionTree, placed: Sequence[Place]) -> tuple[Turn, ...]:

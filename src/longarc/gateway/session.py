@@ -15,13 +15,13 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Literal
 
 from longarc.errors import ConfigError, ContractError, EngineError
-from longarc.gateway.answers import Answer, pieces_of, turn_of, turn_seed
+from longarc.gateway.answers import Answer, MadeTurn, pieces_of, turn_of, turn_seed
 from longarc.gateway.asked import Asked, asked
-from longarc.gateway.branches import segments_of, turns_of
+from longarc.gateway.branches import segments_of, tools_of, turns_of
 from longarc.gateway.budget import BudgetMeter, Stopwatch
 from longarc.gateway.completion import Completion, collect
 from longarc.gateway.flights import Flights
@@ -41,20 +41,11 @@ from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, ContextUse, Engine
 from longarc.records.sampling import Sampling
-from longarc.records.segment import Segment, SegmentKind
+from longarc.records.segment import Segment
 from longarc.records.turn import Turn
 from longarc.tokens.chat_format import ChatFormat
 
 _DEFAULTS: Final = TurnOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A turn that is not recorded yet."""
-
-    answer: Answer
-    digest: "hashlib.blake2b"
-    """Of all ids up to its end."""
 
 
 class GatewaySession:
@@ -237,12 +228,7 @@ class GatewaySession:
 
     def tools(self) -> tuple[ToolSpec, ...]:
         """The tools of the main agent's newest conversation, where clients own their contexts."""
-        placed = places(self._tree.nodes, self._settings.rules)
-        for node, place in zip(reversed(self._tree.nodes), reversed(placed), strict=True):
-            is_main = place.parent_agent_id is None and place.kind is SegmentKind.EXEC
-            if node.asked is not None and node.parent is None and is_main:
-                return node.asked.tools
-        return ()
+        return tools_of(self._tree, places(self._tree.nodes, self._settings.rules))
 
     def payloads(self) -> tuple[bytes, ...]:
         """The turn log of the session, as it was or would have been written."""
@@ -327,7 +313,7 @@ class GatewaySession:
         options: TurnOptions,
         on_progress: OnProgress | None,
         serial: int,
-    ) -> "_Made":
+    ) -> MadeTurn:
         """Sample an answer and make a turn of it, which is not part of the session yet."""
         thinks = self._thinks(options)
         built, keys = self._built(messages, tools, thinking=thinks)
@@ -383,7 +369,7 @@ class GatewaySession:
             asked=self._asked(messages[built.num_matched :], tools, options, parent),
         )
         answer = Answer(turn=turn_of(node, num_prompt_tokens=len(prompt)), node=node, stop=stop)
-        return _Made(answer, digest)
+        return MadeTurn(answer, digest)
 
     def _built(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
@@ -396,7 +382,7 @@ class GatewaySession:
         matched = (parent, num_matched)
         return self._prompts.build(messages, keys, tools, matched, thinking=thinking), keys
 
-    def _record(self, made: "_Made") -> None:
+    def _record(self, made: MadeTurn) -> None:
         """Make a turn that is in the log part of the session."""
         node = made.answer.node
         self._tree.add(node, made.digest)

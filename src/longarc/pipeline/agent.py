@@ -18,11 +18,9 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
-import orjson
-
 from longarc.config.harness import HarnessConfig
 from longarc.envs.sandbox.backend import BwrapBackend
-from longarc.errors import ConfigError
+from longarc.errors import ConfigError, ContractError, boundary
 from longarc.gateway.core import Gateway
 from longarc.gateway.rollouts import RolloutSessions
 from longarc.orchestrator.rollout import RolloutSpec, run_rollout
@@ -33,7 +31,9 @@ from longarc.records.ports import Env, Sandbox, SandboxBackend
 from longarc.records.sampling import Sampling
 from longarc.records.task import Task
 from longarc.records.trajectory import Admission, EpisodeResult, Reward, Trajectory
-from longarc.runs.files import json_document, make_directory, write_atomically
+from longarc.runs.exchange import write_lines
+from longarc.runs.files import make_directory, new_directory, write_atomically
+from longarc.runs.record_json import to_json_line, trajectory_to_json
 from longarc.tokens.chat_format import ChatFormat
 
 STAGE = "agent"
@@ -70,22 +70,24 @@ class AgentRun:
     """The workspace at the end."""
 
     def write(self, directory: Path) -> None:
-        """Write ``segments.jsonl``, ``trajectory.json`` and the workspace into a directory.
+        """Write ``segments.jsonl``, ``trajectory.json`` and the workspace into a new directory, all or nothing.
+
+        ``trajectory.json`` is what ``longarc runs import`` reads.
 
         Raises:
+            ConfigError: the directory holds something already.
             ResourceError: the disk is full, or the directory cannot be written.
         """
-        make_directory(directory)
-        told = asdict(self.trajectory)
-        segments = told.pop("segments")
-        write_atomically(
-            directory / "segments.jsonl", b"".join(orjson.dumps(s) + b"\n" for s in segments)
-        )
-        write_atomically(directory / "trajectory.json", json_document(told))
-        for path, data in self.files.items():
-            target = directory / "workspace" / path
-            make_directory(target.parent)
-            write_atomically(target, data)
+        with new_directory(directory):
+            segments = (to_json_line(asdict(segment)) for segment in self.trajectory.segments)
+            write_lines(directory / "segments.jsonl", segments)
+            write_lines(
+                directory / "trajectory.json", [to_json_line(trajectory_to_json(self.trajectory))]
+            )
+            for path, data in self.files.items():
+                target = directory / "workspace" / path
+                make_directory(target.parent)
+                write_atomically(target, data)
 
 
 async def run_upstream(
@@ -199,12 +201,15 @@ class _OneTask:
             data = await sandbox.read(_TAR)
         except OSError as error:
             return {"workspace": f"is not kept: {error}"}
-        self.left_behind |= regular_files(data)
+        try:
+            self.left_behind |= regular_files(data)
+        except ContractError as error:
+            return {"workspace": f"is not kept: {error}"}
         return {}
 
     def open(self, task: Task, *, sandboxes: SandboxBackend, seed: int) -> Env:
         """Never called: the harness works on the task."""
-        raise NotImplementedError("a task of longarc agent has no agent loop of its own")
+        raise ContractError("a task of `longarc agent` has no agent loop of its own")
 
     async def grade(self, task: Task, episode: EpisodeResult) -> Reward:
         """Return what nobody reads."""
@@ -212,16 +217,30 @@ class _OneTask:
 
 
 def regular_files(tar: bytes) -> dict[str, bytes]:
-    """Return the regular files of an archive by relative path; whoever packed it is not trusted."""
+    """Return the regular files of an archive by relative path; whoever packed it is not trusted.
+
+    Links and devices are left out; so are names that lead elsewhere, and files with holes, which can claim any size.
+
+    Raises:
+        ContractError: it is no archive of tar, or a damaged one, or has a file where another one has a folder.
+    """
     found: dict[str, bytes] = {}
-    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+    # Anything may come of bytes that are made to be misread.
+    with (
+        boundary(ContractError, "the box packed no archive of tar"),
+        tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as archive,
+    ):
         for member in archive:
             path = PurePosixPath(member.name)
-            if not member.isreg() or path.is_absolute() or ".." in path.parts:
+            if not member.isreg() or member.issparse() or path.is_absolute() or ".." in path.parts:
                 continue
             file = archive.extractfile(member)
             if file is not None:
                 found[str(path)] = file.read()
+    for name in found:
+        folders = {str(folder) for folder in PurePosixPath(name).parents}
+        if name == "." or "\0" in name or folders & found.keys():
+            raise ContractError(f"the box packed {name!r}, which is no file in a folder")
     return found
 
 

@@ -4,10 +4,9 @@ Its system prompt with all tools is some 80 KB. ``arguments`` of a recipe shorte
 e.g. ``["--tools", "Bash", "--system-prompt", "You work in a shell."]``.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Final
 
-from longarc.envs.harnesses.programs import find, native
+from longarc.envs.harnesses.program_harness import ProgramHarness
 from longarc.envs.harnesses.running import MODEL, run_program
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
 
@@ -26,31 +25,13 @@ _QUIET: Final = {
 }
 
 
-class ClaudeCode:
-    """The ``claude`` program; satisfies ``Harness``."""
+class ClaudeCode(ProgramHarness):
+    """The ``claude`` program. ``claude --help`` lists its arguments."""
 
     name = "claude-code"
-
-    def __init__(self, *, program: str | None = None, arguments: Sequence[str] = ()) -> None:
-        """Find the program.
-
-        Args:
-            program: its ``claude`` binary; None looks for it.
-            arguments: added to the command; ``claude --help`` lists them.
-
-        Raises:
-            ConfigError: it is not installed.
-        """
-        found = find(
-            self.name, "node_modules/.bin/claude", program, on_path="claude", install=INSTALL
-        )
-        self._installed = native(self.name, found, install=INSTALL)
-        self._arguments = tuple(arguments)
-
-    @property
-    def shown(self) -> Mapping[str, str]:
-        """What the box has to show."""
-        return self._installed.shown
+    install = INSTALL
+    local = "node_modules/.bin/claude"
+    on_path = "claude"
 
     async def run(
         self, prompt: str, *, policy: ServedPolicy, sandbox: Sandbox, timeout_s: float

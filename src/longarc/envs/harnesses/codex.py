@@ -5,11 +5,12 @@ a sub-agent.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from longarc.envs.harnesses.programs import PLACE, Installed, find, is_binary
+from longarc.envs.harnesses.program_harness import ProgramHarness
+from longarc.envs.harnesses.programs import PLACE, Installed, is_binary
 from longarc.envs.harnesses.running import HOME, MODEL, run_program
 from longarc.errors import ConfigError
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
@@ -21,31 +22,13 @@ _COMPACTS_AT: Final = 0.9
 """Share of the context at which it writes a summary, as it does by itself for models that it knows."""
 
 
-class Codex:
-    """The ``codex`` program; satisfies ``Harness``."""
+class Codex(ProgramHarness):
+    """The ``codex`` program. ``arguments`` are e.g. ``["-c", "model_reasoning_effort=\\"low\\""]``."""
 
     name = "codex"
-
-    def __init__(self, *, program: str | None = None, arguments: Sequence[str] = ()) -> None:
-        """Find the program.
-
-        Args:
-            program: its ``codex`` script or binary; None looks for it.
-            arguments: added to the command, e.g. ``["-c", "model_reasoning_effort=\\"low\\""]``.
-
-        Raises:
-            ConfigError: it is not installed.
-        """
-        found = find(
-            self.name, "node_modules/.bin/codex", program, on_path="codex", install=INSTALL
-        ).resolve()
-        self._installed = _installed(found)
-        self._arguments = tuple(arguments)
-
-    @property
-    def shown(self) -> Mapping[str, str]:
-        """What the box has to show."""
-        return self._installed.shown
+    install = INSTALL
+    local = "node_modules/.bin/codex"
+    on_path = "codex"
 
     async def run(
         self, prompt: str, *, policy: ServedPolicy, sandbox: Sandbox, timeout_s: float
@@ -66,6 +49,9 @@ class Codex:
             timeout_s=timeout_s,
         )
         return HarnessResult(run=done)
+
+    def _installed_as(self, program: Path) -> Installed:
+        return _installed(program.resolve())
 
 
 def config_text(policy: ServedPolicy) -> str:

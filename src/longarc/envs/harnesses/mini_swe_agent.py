@@ -5,10 +5,11 @@ task ends with ``echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT``; what that command
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
-from longarc.envs.harnesses.programs import environment_of, find, python
+from longarc.envs.harnesses.program_harness import ProgramHarness
+from longarc.envs.harnesses.programs import Installed, environment_of, python
 from longarc.envs.harnesses.running import HOME, MODEL, run_program
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
 
@@ -16,30 +17,13 @@ INSTALL: Final = "python3 -m venv .agents/mini-swe-agent && .agents/mini-swe-age
 _RECORD: Final = f"{HOME}/mini.traj.json"
 
 
-class MiniSweAgent:
-    """The ``mini`` program; satisfies ``Harness``."""
+class MiniSweAgent(ProgramHarness):
+    """The ``mini`` program. ``arguments`` are e.g. ``["-c", "agent.step_limit=20"]``."""
 
     name = "mini-swe-agent"
-
-    def __init__(self, *, program: str | None = None, arguments: Sequence[str] = ()) -> None:
-        """Find the program.
-
-        Args:
-            program: its ``mini`` script; None looks for it.
-            arguments: added to the command, e.g. ``["-c", "agent.step_limit=20"]``.
-
-        Raises:
-            ConfigError: it is not installed.
-        """
-        script = find(self.name, "bin/mini", program, on_path="mini", install=INSTALL)
-        environment = environment_of(self.name, script, install=INSTALL)
-        self._installed = python(self.name, environment, install=INSTALL)
-        self._arguments = tuple(arguments)
-
-    @property
-    def shown(self) -> Mapping[str, str]:
-        """What the box has to show."""
-        return self._installed.shown
+    install = INSTALL
+    local = "bin/mini"
+    on_path = "mini"
 
     async def run(
         self, prompt: str, *, policy: ServedPolicy, sandbox: Sandbox, timeout_s: float
@@ -77,6 +61,10 @@ class MiniSweAgent:
             timeout_s=timeout_s,
         )
         return HarnessResult(run=done, answer=await _submission(sandbox))
+
+    def _installed_as(self, program: Path) -> Installed:
+        environment = environment_of(self.name, program, install=self.install)
+        return python(self.name, environment, install=self.install)
 
 
 async def _submission(sandbox: Sandbox) -> str | None:

@@ -1,10 +1,9 @@
 """opencode: chat completions, streamed; a title is asked for beside the work, and sub-agents have sessions of their own."""
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Final
 
-from longarc.envs.harnesses.programs import find, native
+from longarc.envs.harnesses.program_harness import ProgramHarness
 from longarc.envs.harnesses.running import HOME, MODEL, run_program
 from longarc.envs.sandbox.layout import WORKSPACE
 from longarc.records.ports import HarnessResult, Sandbox, ServedPolicy
@@ -14,31 +13,13 @@ _CONFIG: Final = f"{HOME}/.config/opencode/opencode.json"
 _PROVIDER: Final = "longarc"
 
 
-class Opencode:
-    """The ``opencode`` program; satisfies ``Harness``."""
+class Opencode(ProgramHarness):
+    """The ``opencode`` program. ``arguments`` follow ``opencode run``, e.g. ``["--agent", "plan"]``."""
 
     name = "opencode"
-
-    def __init__(self, *, program: str | None = None, arguments: Sequence[str] = ()) -> None:
-        """Find the program.
-
-        Args:
-            program: its ``opencode`` binary; None looks for it.
-            arguments: added to ``opencode run``, e.g. ``["--agent", "plan"]``.
-
-        Raises:
-            ConfigError: it is not installed.
-        """
-        found = find(
-            self.name, "node_modules/.bin/opencode", program, on_path="opencode", install=INSTALL
-        )
-        self._installed = native(self.name, found, install=INSTALL)
-        self._arguments = tuple(arguments)
-
-    @property
-    def shown(self) -> Mapping[str, str]:
-        """What the box has to show."""
-        return self._installed.shown
+    install = INSTALL
+    local = "node_modules/.bin/opencode"
+    on_path = "opencode"
 
     async def run(
         self, prompt: str, *, policy: ServedPolicy, sandbox: Sandbox, timeout_s: float
