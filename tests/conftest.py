@@ -3,7 +3,15 @@
 import os
 from pathlib import Path
 
+from hypothesis import settings
+
 ROOT = Path(__file__).parents[1]
+
+# The same examples in every run, so that a change fails or passes for what it is. To look further:
+# LONGARC_HYPOTHESIS=search, and what it finds becomes a test of its own.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search", print_blob=True)
+settings.load_profile(os.environ.get("LONGARC_HYPOTHESIS", "repeatable"))
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

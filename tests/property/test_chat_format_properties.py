@@ -1,5 +1,6 @@
 """For all conversations: what is rendered is read back, and a longer history keeps its ids."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -108,17 +109,17 @@ def test_any_sampled_ids_can_be_read_and_valid_calls_have_json_arguments(
     st.data(),
 )
 def test_only_assistants_are_trained_and_never_their_prompt(chat_format, messages, data):
+    # An answer of which nothing is shown (its reasoning can be cleared) samples nothing where another answer follows it,
+    # not even the opening of the next turn.
+    messages = [
+        replace(m, content=m.content or ".") if m.role is after.role is Role.ASSISTANT else m
+        for m, after in pairwise([*messages, user("")])
+    ]
     untrained = data.draw(st.sets(st.sampled_from(range(len(messages)))))
     rendered = chat_format.render(
         messages, [TOOL], thinking=True, add_generation_prompt=False, untrained=untrained
     )
-    # An empty answer that another answer follows samples nothing, not even the opening of the next turn.
-    spoken = {
-        i
-        for i, (m, after) in enumerate(pairwise([*messages, None]))
-        if m.role is Role.ASSISTANT
-        and (m.content or m.reasoning or m.tool_calls or not after or after.role != m.role)
-    }
+    spoken = {i for i, m in enumerate(messages) if m.role is Role.ASSISTANT}
     assert any(rendered.train_mask) == bool(spoken - untrained)
     prompt_ids = {small_tokenizer().special_id(t) for t in ("<|assistant|>", "<think>", "<sop>")}
     pairs = zip(rendered.token_ids, rendered.train_mask, strict=True)

@@ -1,5 +1,6 @@
 """For all conversations: what a template writes is what transformers would, and tails are what a whole render adds."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -101,7 +102,8 @@ def test_ids_are_those_that_transformers_gives(source, messages, thinking, opens
 def test_a_tail_is_what_a_whole_render_adds_or_it_is_refused(source, messages, thinking, data):
     chat_format = template_format(source)
     tools = [] if source == MOVING else [TOOL]
-    assume(source != MOVING or not any(message.tool_calls for message in messages))
+    if source == MOVING:  # it shows no calls
+        messages = [replace(message, tool_calls=()) for message in messages]
     replies = data.draw(st.lists(st.text().map(tool) | st.text().map(user), min_size=1, max_size=2))
     options = {"thinking": thinking, "clear_thinking": False, "add_generation_prompt": True}
     prompt = chat_format.render(messages[:-1], tools, **options).token_ids

@@ -42,7 +42,8 @@ def clipped_objective(
         saturated = (advantages < 0) & (ratio > dual_clip)
         flat_ratio = flat_ratio.masked_fill(saturated, dual_clip)
         is_flat = is_flat | saturated
-    live_ratio = log_ratio.masked_fill(is_flat, 0.0).exp()
+    # An advantage of 0 earns 0 whatever the ratio is, and with one that overflows the product would be NaN.
+    live_ratio = log_ratio.masked_fill(is_flat | (advantages == 0), 0.0).exp()
     return torch.where(is_flat, flat_ratio, live_ratio) * advantages, is_flat
 
 

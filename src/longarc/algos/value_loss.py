@@ -9,6 +9,9 @@ from longarc.algos.checks import check_positive
 from longarc.algos.clipping import summed_loss
 from longarc.algos.token_loss import TokenLoss
 
+_ROUNDING = 1e-12
+"""Of a float64 sum over a rollout, relative to its size."""
+
 
 def clipped_value_loss(
     values: Float[Tensor, " tokens"],
@@ -93,7 +96,10 @@ def explained_variance(
     """
     target = returns.detach().double()[train_mask]
     error = target - values.detach().double()[train_mask]
-    variance = target.var(correction=0).item() if len(target) else 0.0
-    if variance == 0.0:
+    if not len(target):
+        return float("nan")
+    variance = target.var(correction=0).item()
+    # Returns are sums of deltas and values: those that are alike differ by their rounding.
+    if variance <= (_ROUNDING * (1.0 + target.abs().max().item())) ** 2:
         return float("nan")
     return 1.0 - error.var(correction=0).item() / variance

@@ -34,6 +34,15 @@ class CriticConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, weight_decay=0.0)
     """How the critic is updated; in SAO its rate is five times the policy's."""
 
+    @model_validator(mode="after")
+    def _clip_can_act(self) -> Self:
+        if self.updates_per_step == 1 and self.clip is not None and "clip" in self.model_fields_set:
+            raise ValueError(
+                f"clip={self.clip} has no effect with updates_per_step=1: no value has moved before the only update "
+                f"of a step. Leave it out, or raise updates_per_step"
+            )
+        return self
+
     def check_length(self, num_steps: int) -> None:
         """Refuse a warm-up that is longer than the stage.
 

@@ -106,6 +106,16 @@ class SamplingStageConfig(Settings):
     """A crash costs at most this many recomputed steps [optimizer steps]."""
 
     @model_validator(mode="after")
+    def _longest_rollout_is_trained(self) -> Self:
+        longest = self.rollout.max_context_tokens
+        if self.micro_batch_tokens < longest:
+            raise ValueError(
+                f"micro_batch_tokens={self.micro_batch_tokens} has no room for a rollout of "
+                f"rollout.max_context_tokens={longest}; raise it to at least {longest}, or lower the context"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_something(self) -> Self:
         if self.rollout.temperature == 0:
             raise ValueError(

@@ -167,6 +167,7 @@ class _Connection(asyncio.Protocol):
         self._error: str | None = None
         self._wakes: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_asked = False
         self._reset()
 
     def _reset(self) -> None:
@@ -189,6 +190,7 @@ class _Connection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Begin a request."""
         self._reset()
+        self._is_asked = True
         self._transport.write(data)
 
     async def until_headers(self) -> None:
@@ -242,6 +244,11 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
+        if not self._is_asked:
+            # It would be read as the beginning of the next answer.
+            self._fail("the server speaks without being asked")
+            self._transport.abort()
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -297,10 +304,16 @@ class _Connection(asyncio.Protocol):
             with contextlib.suppress(RuntimeError):
                 self._transport.pause_reading()
 
+    def on_message_begin(self) -> None:
+        if self.is_over:
+            # What is told of the first answer stays: the parser goes no further.
+            self._fail("the server answers twice")
+            raise LineClientError("the server answers twice")
+
     def on_message_complete(self) -> None:
         if not self._has_headers:
             return
-        self.is_over = True
+        self.is_over, self._is_asked = True, False
         if not self._parser.should_keep_alive():
             self._fail("the server closes the connection")
         self._parser = httptools.HttpResponseParser(self)

@@ -4,7 +4,7 @@ The history is state of the trainer, so it stands in its checkpoints: a resumed 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longarc.algos.advantages import running_mean_advantages
@@ -20,25 +20,31 @@ class RunningBaselines:
         """Remember ``window`` rewards [rollouts] of each family."""
         self._window = window
         self._history: dict[str, tuple[float, ...]] = {}
-        self._step: dict[str, list[float]] = {}
 
-    def advantages(self, family: str, rewards: Sequence[float]) -> list[float]:
-        """Return the advantages of a group, and remember its rewards for the steps after this one.
+    def advantages(
+        self, families: Sequence[str], rewards: Sequence[Sequence[float]]
+    ) -> list[list[float]]:
+        """Return the advantages of a whole step, and remember its rewards for the steps after it.
 
-        In the first step of a family there is nothing to compare with but the group itself.
+        In the first step of a family its rollouts are compared with each other.
+
+        Args:
+            families: of each group.
+            rewards: of each group's rollouts.
         """
-        result, _ = running_mean_advantages(
-            rewards, self._history.get(family, ()), window=self._window
-        )
-        self._step.setdefault(family, []).extend(rewards)
-        return [float(value) for value in result.tolist()]
-
-    def end_step(self) -> None:
-        """Let the rewards of this step become history."""
-        for family, rewards in self._step.items():
-            known = self._history.get(family, ())
-            self._history[family] = (*known, *rewards)[-self._window :]
-        self._step = {}
+        of_family: dict[str, list[float]] = {}
+        for family, own in zip(families, rewards, strict=True):
+            of_family.setdefault(family, []).extend(own)
+        found: dict[str, Iterator[float]] = {}
+        for family, own in of_family.items():
+            values, self._history[family] = running_mean_advantages(
+                own, self._history.get(family, ()), window=self._window
+            )
+            found[family] = iter(values.tolist())
+        return [
+            [next(found[family]) for _ in own]
+            for family, own in zip(families, rewards, strict=True)
+        ]
 
     def save(self, directory: str) -> None:
         """Write the history into an existing directory.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -58,11 +59,9 @@ def train_items(
     Raises:
         ContractError: a group is malformed, a trajectory has no reward, or nothing is trained.
     """
-    advantages = [_group_advantages(group, advantage_fn, overlong) for group in batch.groups]
+    advantages = _advantages(batch.groups, advantage_fn, overlong)
     if normalises_batch:
         advantages = _normalised(batch.groups, advantages)
-    if isinstance(advantage_fn, RunningBaselines):
-        advantage_fn.end_step()
     items = []
     for group, its_advantages in zip(batch.groups, advantages, strict=True):
         weights = token_weights(
@@ -123,12 +122,28 @@ def _normalised(groups: Sequence[Group], advantages: Sequence[list[float]]) -> l
     return [[next(flat) for _ in own] for own in advantages]
 
 
-def _group_advantages(
-    group: Group,
+def _advantages(
+    groups: Sequence[Group],
     advantage_fn: AdvantageFn | RunningBaselines | None,
     overlong: OverlongConfig | None,
-) -> list[float]:
-    """Return one advantage per distinct member."""
+) -> list[list[float]]:
+    """Return one advantage per distinct member of each group."""
+    for group in groups:
+        _check_group(group)
+    if advantage_fn is None:
+        return [[0.0] * len(group.trajectories) for group in groups]
+    rewards = [_padded_rewards(group, overlong) for group in groups]
+    if isinstance(advantage_fn, RunningBaselines):
+        padded = advantage_fn.advantages([group.family for group in groups], rewards)
+    else:
+        padded = [advantage_fn(own).tolist() for own in rewards]
+    return [
+        [float(values[position]) for position in accumulate(group.multiplicities[:-1], initial=0)]
+        for group, values in zip(groups, padded, strict=True)
+    ]
+
+
+def _check_group(group: Group) -> None:
     if (
         len(group.trajectories) != len(group.multiplicities)
         or min(group.multiplicities, default=0) < 1
@@ -143,10 +158,11 @@ def _group_advantages(
                 f"trajectory {trajectory.id} ended as {trajectory.outcome}, which is not the policy's doing; it "
                 f"must be excluded before it reaches the trainer"
             )
-    if advantage_fn is None:
-        return [0.0] * len(group.trajectories)
+
+
+def _padded_rewards(group: Group, overlong: OverlongConfig | None) -> list[float]:
+    """Return what the members earned, each as often as it stands in the group."""
     padded: list[float] = []
-    first_position = []
     for trajectory, multiplicity in zip(group.trajectories, group.multiplicities, strict=True):
         if trajectory.reward is None:
             raise ContractError(
@@ -154,10 +170,5 @@ def _group_advantages(
                 f"a teacher for its family"
             )
         penalty = 0.0 if overlong is None else length_penalty(trajectory, overlong)
-        first_position.append(len(padded))
         padded += [trajectory.reward + penalty] * multiplicity
-    if isinstance(advantage_fn, RunningBaselines):
-        advantages = advantage_fn.advantages(group.family, padded)
-    else:
-        advantages = advantage_fn(padded).tolist()
-    return [float(advantages[position]) for position in first_position]
+    return padded

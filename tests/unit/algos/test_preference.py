@@ -170,6 +170,10 @@ def test_explained_variance_of_critics_that_know_all_the_mean_and_less():
     assert explained_variance(1 - returns, returns, mask) < 0
     assert math.isnan(explained_variance(returns, torch.ones(4).double(), mask))
     assert math.isnan(explained_variance(returns, returns, torch.zeros(4, dtype=torch.bool)))
+    alike = double(0.7, 0.7 + 1e-16, 0.7 - 1e-16, math.nan)  # as sums along a rollout leave them
+    assert math.isnan(explained_variance(returns, alike, mask))
+    small = double(0.0, 1e-9, 2e-9, math.nan)
+    assert explained_variance(small, small, mask) == 1.0
 
 
 def test_positive_examples_are_learned_and_have_a_normaliser_of_their_own():

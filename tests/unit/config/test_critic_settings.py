@@ -170,3 +170,22 @@ def test_a_critic_does_not_go_on_behind_another_attention(stage):
 def test_a_group_of_one_is_told_of_the_critic():
     with pytest.raises(ConfigError, match=r'set advantage to "gae" with a critic'):
         read(("stages.sao.critic", None), ("stages.sao.advantage", "std"))
+
+
+def test_a_clip_that_nothing_can_reach_is_refused():
+    with pytest.raises(ConfigError, match=r"clip=0\.3 has no effect with updates_per_step=1"):
+        read(("stages.sao.critic.updates_per_step", 1), ("stages.sao.critic.clip", 0.3))
+    read(("stages.sao.critic.updates_per_step", 1))
+
+
+@pytest.mark.parametrize("stage", ["values", "sao"])
+def test_micro_batches_without_room_for_the_longest_rollout_are_refused(stage):
+    changes = (
+        (f"stages.{stage}.rollout", {"max_context_tokens": 600, "max_new_tokens": 64}),
+        (f"stages.{stage}.micro_batch_tokens", 599),
+    )
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_tokens=599 has no room for a rollout of.*=600"
+    ):
+        read(*changes)
+    read(changes[0], (f"stages.{stage}.micro_batch_tokens", 600))

@@ -207,3 +207,33 @@ async def test_a_server_that_is_not_there_is_an_error():
     with pytest.raises(LineClientError, match="ConnectionRefusedError"):
         async with client.post("/", b""):
             pass
+
+
+@pytest.mark.parametrize(
+    "unasked",
+    [b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\nx", b"x", HEAD + chunk(b"other\n") + END],
+)
+@pytest.mark.parametrize("is_later", [False, True])
+async def test_what_a_server_says_unasked_between_requests_is_not_taken_for_an_answer(
+    unasked, is_later
+):
+    said = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await request_of(reader)
+            answer = HEAD + chunk(b"ok\n") + END
+            if is_later:
+                writer.write(answer)
+                await asyncio.sleep(0.05)
+                writer.write(unasked)
+                await writer.drain()
+            else:
+                writer.write(answer + unasked)
+            said.set()
+
+    async with client_of(serve) as client, asyncio.timeout(10):
+        assert await everything(client) == [b"ok"]
+        await said.wait()
+        await asyncio.sleep(0.05)
+        assert await everything(client) == [b"ok"]

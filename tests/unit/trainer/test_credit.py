@@ -91,8 +91,8 @@ def advantages_of(baselines, batch):
 
 def test_single_rollouts_are_compared_with_those_of_earlier_steps_of_their_family(tmp_path):
     baselines = RunningBaselines(3)
-    # Of one rollout alone nothing can be said, whoever else is in the step.
-    assert advantages_of(baselines, step_of([1.0, 0.0])) == [0.0, 0.0]
+    # With nothing seen yet, the rollouts of a step are compared with each other, each a group of its own.
+    assert advantages_of(baselines, step_of([1.0, 0.0])) == [0.5, -0.5]
     assert advantages_of(baselines, step_of([1.0, 1.0])) == [0.5, 0.5]
     assert advantages_of(baselines, step_of([0.0])) == pytest.approx([-2 / 3])
     assert advantages_of(baselines, step_of([5.0], family="code")) == [0.0]
@@ -103,6 +103,12 @@ def test_single_rollouts_are_compared_with_those_of_earlier_steps_of_their_famil
     for family in ("math", "code"):
         batch = step_of([1.0, 0.0, 0.25], family=family)
         assert advantages_of(resumed, batch) == advantages_of(baselines, batch)
+
+
+def test_families_of_one_step_have_baselines_of_their_own():
+    groups = [("math", [1.0]), ("code", [4.0, 2.0]), ("math", [0.0]), ("code", [0.0])]
+    found = RunningBaselines(8).advantages(*zip(*groups, strict=True))
+    assert found == [[0.5], [2.0, 0.0], [-0.5], [-2.0]]
 
 
 @pytest.mark.parametrize("damage", [None, "{", "[1]"])
@@ -140,7 +146,7 @@ def test_each_advantage_of_a_recipe_is_another_comparison(advantage, expected):
     )
     compare = baseline(spec)
     if isinstance(compare, RunningBaselines):
-        found = compare.advantages("math", [1.0, 0.0])
+        (found,) = compare.advantages(["math"], [[1.0, 0.0]])
     else:
         found = compare([1.0, 0.0]).tolist()
     assert found == pytest.approx(expected, abs=1e-3)

@@ -96,11 +96,12 @@ def make_trainer(
     )
 
 
-def value_trainer(tmp_path, *, seed=5, **changes):
+def value_trainer(tmp_path, *, seed=5, overlong=None, **changes):
     return ValueTrainer(
         tiny_model(),
         tiny_critic(seed=seed),
         critic_settings(**changes),
+        overlong=overlong,
         publish_directory=str(tmp_path),
         policy_version=3,
         clock=lambda: 0.0,
@@ -585,3 +586,11 @@ def test_a_batch_of_another_policy_is_refused(tmp_path):
         ContractError, match=r"weights of version 4 but the policy .* has version 3"
     ):
         value_trainer(tmp_path).take_step(random_batch(version=4))
+
+
+def test_values_are_learned_of_what_is_left_of_a_reward_behind_its_length(tmp_path):
+    overlong = OverlongConfig(max_tokens=4, cache_tokens=2)
+    for limit, left in ((None, 1.0), (overlong, 0.5)):  # of an answer of 3 tokens
+        batch = batch_of(one_answer(reward=1.0), version=3)
+        report = value_trainer(tmp_path, overlong=limit).take_step(batch)
+        assert combine(report.metrics)["return/mean"] == pytest.approx(left)
