@@ -35,6 +35,7 @@ from longarc.errors import (
 )
 from longarc.gateway.budget import SessionBudget
 from longarc.gateway.core import Gateway
+from longarc.gateway.dialect import MAX_COUNT
 from longarc.gateway.durable import DurableSessions, SessionSpec
 from longarc.gateway.meter import CONTENT_TYPE, Meter
 from longarc.gateway.wire import WireError, unauthorized
@@ -55,14 +56,14 @@ class _Mint(BaseModel):
     session_id: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=0, le=MAX_COUNT)
     min_p: float | None = None
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    max_new_tokens: int | None = Field(None, ge=1)
-    max_context_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    max_context_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     thinking: bool | None = None
-    max_sampled_tokens: int | None = Field(None, ge=1)
-    max_requests: int | None = Field(None, ge=1)
+    max_sampled_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    max_requests: int | None = Field(None, ge=1, le=MAX_COUNT)
     max_wall_s: float | None = Field(None, gt=0)
 
 
@@ -73,7 +74,7 @@ class _Weights(BaseModel):
 
     path: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    policy_version: int = Field(ge=0)
+    policy_version: int = Field(ge=0, le=MAX_SEED)
 
 
 class AdminDoor:

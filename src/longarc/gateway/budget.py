@@ -137,9 +137,17 @@ class BudgetMeter:
         self._held.append(granted)
         return granted
 
-    def settle(self, granted: int) -> None:
-        """Give back what ``hold`` took."""
+    def settle(self, granted: int, *, num_told: int = 0) -> None:
+        """Give back what ``hold`` took.
+
+        Args:
+            granted: what it returned.
+            num_told: tokens that somebody saw of an answer that became no turn. They count all the same: a program
+                that hangs up before the end would think for nothing, and unrecorded.
+        """
         self._held.remove(granted)
+        if num_told:
+            self.add_turn(num_told)
 
     def add_turn(self, num_sampled_tokens: int) -> None:
         """Count a turn that was answered."""

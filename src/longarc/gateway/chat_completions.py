@@ -17,6 +17,7 @@ from longarc.gateway.answers import Answer
 from longarc.gateway.dialect import (
     BOOLEAN,
     MAX_CHOICES,
+    MAX_COUNT,
     WHOLE,
     ChatRequest,
     NamedTool,
@@ -157,11 +158,11 @@ class ChatCompletionsBody(Wire):
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int, Field(ge=0), WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT), WHOLE] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED), WHOLE] | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None

@@ -160,6 +160,8 @@ def _whole(value: object) -> object:
 
 
 WHOLE: Final = BeforeValidator(_whole)
+MAX_COUNT: Final = 2**31 - 1
+"""Largest number of anything that a request may ask for; turn logs hold 64 bits, engines mostly 32."""
 """Of a field that is a whole number: JSON has one kind of number, so 4096.0 is 4096."""
 
 

@@ -116,7 +116,7 @@ class DurableSessions:
         session = self._open(head)
         try:
             self._files.create(head)
-        except LongArcError:
+        except BaseException:
             self._gateway.drop(session)
             raise
         entry = _Entry(head, is_closed=False)
@@ -194,9 +194,10 @@ class DurableSessions:
         if not entry.is_closed:
             return what(self._resident(entry))
         session = self._restored(entry)
-        found = what(session)
-        self._gateway.drop(session)
-        return found
+        try:
+            return what(session)
+        finally:
+            self._gateway.drop(session)
 
     def states(self) -> Iterator[SessionState]:
         """Yield all sessions, in the order of their names."""

@@ -26,7 +26,14 @@ class Flights(Generic[Result]):
         self._running: dict[bytes, _Flight[Result]] = {}
 
     async def answer(
-        self, key: bytes, start: Start[Result], *, on_progress: OnProgress | None, joins: bool
+        self,
+        key: bytes,
+        start: Start[Result],
+        *,
+        on_progress: OnProgress | None,
+        joins: bool,
+        check: Callable[[bytes | None], None],
+        body: bytes | None,
     ) -> Result:
         """Start a request, or join the one with its key that runs.
 
@@ -35,12 +42,16 @@ class Flights(Generic[Result]):
             start: begins the work; gets where its pieces go.
             on_progress: gets every piece, also those that were sampled before this request came.
             joins: False starts a request of its own in any case.
+            check: gets the body of the one that runs, and raises where this request is another one.
+            body: of this request.
         """
         flight = self._running.get(key) if joins else None
         if flight is None or flight.is_abandoned:
-            flight = _Flight(start)
+            flight = _Flight(start, body)
             self._running[key] = flight
             flight.task.add_done_callback(lambda _: self._forget(key, flight))
+        else:
+            check(flight.body)
         return await flight.wait(on_progress)
 
     def _forget(self, key: bytes, flight: "_Flight[Result]") -> None:
@@ -49,7 +60,8 @@ class Flights(Generic[Result]):
 
 
 class _Flight(Generic[Result]):
-    def __init__(self, start: Start[Result]) -> None:
+    def __init__(self, start: Start[Result], body: bytes | None) -> None:
+        self.body = body
         self._pieces: list[Progress] = []
         self._news = asyncio.Event()
         self._num_waiting = 0

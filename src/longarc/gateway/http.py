@@ -14,9 +14,11 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -64,6 +66,8 @@ class HttpSettings:
     """How long a client may take to send a body [seconds]."""
     max_concurrent: int = 1024
     """Requests answered at once; more get 429."""
+    max_concurrent_per_session: int = 64
+    """Of one session; more get 429, so that no session takes the room of the others."""
     ping_s: float = 10.0
     """How long a stream may be silent before it says that it lives [seconds]."""
     send_timeout_s: float = 120.0
@@ -113,6 +117,7 @@ class _Door:
         self._clock = clock
         self._stored = StoredAnswers()
         self._num_running = 0
+        self._running: Counter[str] = Counter()
 
     def turn(self, dialect: Dialect) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the endpoint that answers conversations of a dialect."""
@@ -194,9 +199,13 @@ class _Door:
         if self._num_running >= self._settings.max_concurrent:
             return _error(busy(self._settings.max_concurrent), dialect)
         self._num_running += 1
-        streams = False
+        streams, running = False, None
         try:
             session = self._session(request)
+            running = session.settings.session_id
+            self._running[running] += 1
+            if self._running[running] > self._settings.max_concurrent_per_session:
+                raise busy(self._settings.max_concurrent_per_session, " of this session")
             body = await self._body(request)
             with boundary(ContractError, f"reading {dialect.name}"), _noted(session):
                 exchange, asking = self._read(request, session, body, dialect)
@@ -210,10 +219,14 @@ class _Door:
             return Response(status_code=_HUNG_UP)
         finally:
             if not streams:
-                self._ended()
+                self._ended(running)
 
-    def _ended(self) -> None:
+    def _ended(self, session_id: str | None) -> None:
         self._num_running -= 1
+        if session_id is not None:
+            self._running[session_id] -= 1
+            if not self._running[session_id]:
+                del self._running[session_id]
 
     def _read(
         self, request: Request, session: GatewaySession, body: bytes, dialect: Dialect
@@ -263,7 +276,7 @@ class _Door:
             turn.ping,
             ping_s=self._settings.ping_s,
             send_timeout_s=self._settings.send_timeout_s,
-            on_end=self._ended,
+            on_end=partial(self._ended, asking.session.settings.session_id),
         )
 
     def _wire(self, error: LongArcError, session: GatewaySession | None = None) -> WireError:

@@ -47,7 +47,8 @@ class KeyChain:
         if known is not None:
             self._recent.remove(known)
             for message, old, key in zip(messages, known.messages, known.keys, strict=False):
-                if message is not old and message != old:
+                # Equal arguments may be others to a template: true and 1.
+                if message is not old and (message.tool_calls or message != old):
                     break
                 keys.append(key)
         for message in messages[len(keys) :]:

@@ -26,6 +26,8 @@ class HeadLimits:
     """Longer heads get 431 [bytes]."""
     timeout_s: float = 20.0
     """Slower heads get 408 [seconds]."""
+    max_connections: int = 4096
+    """Open at once to one server; one more is closed, before it costs more than that."""
 
 
 def limited_protocol(limits: HeadLimits) -> type[HttpToolsProtocol]:
@@ -48,6 +50,9 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.head_limits.max_connections:
+            transport.abort()
+            return
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from longarc.gateway.dialect import (
     MALFORMED,
+    MAX_COUNT,
     WHOLE,
     ChatRequest,
     NamedTool,
@@ -25,7 +26,7 @@ from longarc.gateway.messages_events import (
 )
 from longarc.gateway.wire import WireError, unsupported
 from longarc.records.message import Json, Message, Role, ToolCall, ToolSpec
-from longarc.tokens.arguments import dump_json
+from longarc.tokens.arguments import check_depth, dump_json
 
 
 class _Text(Wire):
@@ -104,7 +105,7 @@ class _ToolNamed(Wire):
 
 class _ThinkingOn(Wire):
     type: Literal["enabled"]
-    budget_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE] | None = None
 
 
 class _ThinkingOther(Wire):
@@ -145,10 +146,10 @@ class CountTokensBody(Wire):
 class MessagesBody(CountTokensBody):
     """The body of a request."""
 
-    max_tokens: Annotated[int, Field(ge=1), WHOLE]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE]
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int, Field(ge=0), WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT), WHOLE] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
@@ -314,6 +315,10 @@ def _call(block: _ToolUse) -> ToolCall:
         reason = str(block.input.get("error", "the call could not be read"))
         name = block.name.removeprefix(MALFORMED)
         return ToolCall(id=call_id, name=name, arguments={}, error=reason)
+    try:
+        check_depth(block.input)
+    except ValueError as error:
+        return ToolCall(id=call_id, name=block.name, arguments={}, error=f"arguments are {error}")
     return ToolCall(id=call_id, name=block.name, arguments=block.input)
 
 

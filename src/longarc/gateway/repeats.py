@@ -63,13 +63,17 @@ class Repeats:
         return index
 
     @staticmethod
-    def check_same(node: Node, options: TurnOptions) -> None:
-        """Refuse an idempotency key that was used for another request.
+    def check_body(body: bytes | None, options: TurnOptions) -> None:
+        """Refuse an idempotency key that another request has, which was answered or runs.
+
+        Args:
+            body: digest of that request.
+            options: of this one.
 
         Raises:
             ConfigError: the bodies differ.
         """
-        is_other = node.body and options.body_digest and node.body != options.body_digest
+        is_other = body and options.body_digest and body != options.body_digest
         if options.idempotency_key is not None and is_other:
             raise ConfigError(
                 f"the idempotency key {options.idempotency_key[:80]!r} belongs to another request of "

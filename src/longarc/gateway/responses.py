@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from longarc.gateway.dialect import (
     MALFORMED,
+    MAX_COUNT,
     WHOLE,
     ChatRequest,
     NamedTool,
@@ -131,7 +132,7 @@ class ResponsesBody(Wire):
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None

@@ -36,7 +36,7 @@ from longarc.gateway.session_settings import SessionClosed, SessionSettings
 from longarc.gateway.tree import Node, SessionTree, id_array
 from longarc.gateway.turn_log import TurnLog, decode_turn, encode_turn
 from longarc.gateway.turn_making import opening_ids, stop_of, turn_message, turn_sampling
-from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
+from longarc.gateway.turn_options import OnProgress, ToldTokens, TurnOptions, TurnStart
 from longarc.records.lineage import Lineage
 from longarc.records.message import Message, Role, ToolSpec
 from longarc.records.ports import AssistantTurn, ContextExhausted, ContextUse, Engine
@@ -171,6 +171,8 @@ class GatewaySession:
         except (EngineError, ContextExhausted) as error:
             self.last_failure = error
             raise
+        finally:
+            self._on_used(self)
         self.last_failure = None
         return answer
 
@@ -191,6 +193,8 @@ class GatewaySession:
             lambda on_progress: self._sampled(messages, tools, options, on_progress),
             on_progress=options.on_progress,
             joins=self._repeats.joins(options),
+            check=lambda body: self._repeats.check_body(body, options),
+            body=options.body_digest,
         )
 
     def num_prompt_tokens(
@@ -327,6 +331,7 @@ class GatewaySession:
             # What the parent has is of the passes that drew its tokens; of its last one it has nothing.
             wanted = replace(wanted, returns_routing_from=max(0, built.num_stored - 1))
         granted = self._meter.hold(wanted.max_new_tokens)
+        told = ToldTokens(on_progress)
         try:
             wanted = replace(
                 wanted,
@@ -339,9 +344,10 @@ class GatewaySession:
                 thinking=thinks,
                 opening_ids=opening,
             )
-            completion = await self._collected(prompt, wanted, start, on_progress)
+            completion = await self._collected(prompt, wanted, start, told)
+            told.num = 0  # they are counted with their turn
         finally:
-            self._meter.settle(granted)
+            self._meter.settle(granted, num_told=told.num)
         message, stop = turn_message(
             self._settings, self._format, completion, tools, options, start
         )
@@ -388,7 +394,6 @@ class GatewaySession:
         self._tree.add(node, made.digest)
         self._meter.add_turn(len(node.sampled_ids))
         self._repeats.add(node)
-        self._on_used(self)
 
     def _repeated(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: TurnOptions
@@ -397,7 +402,7 @@ class GatewaySession:
         found = self._repeats.find(options)
         if found is not None:
             node = self._tree.nodes[found]
-            self._repeats.check_same(node, options)
+            self._repeats.check_body(node.body, options)
             was_continued = any(later.parent == found for later in self._tree.nodes[found + 1 :])
             if options.is_retry or options.idempotency_key is not None or not was_continued:
                 return node
@@ -447,22 +452,21 @@ class GatewaySession:
         prompt: "array[int]",
         sampling: Sampling,
         start: TurnStart,
-        on_progress: OnProgress | None,
+        tell: OnProgress,
     ) -> Completion:
         """Sample until the engine, the session or its time ends."""
         scope = asyncio.timeout(self._meter.left_s())
         try:
             async with scope:
                 self._scopes.add(scope)
-                if on_progress is not None:
-                    on_progress(start)
+                tell(start)
                 completion = await collect(
                     self._engine,
                     prompt,
                     sampling,
                     session_id=self._settings.session_id,
                     check=self._check_running,
-                    on_piece=on_progress,
+                    on_piece=tell,
                 )
         except TimeoutError:
             self._check_open()

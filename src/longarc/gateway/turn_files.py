@@ -172,6 +172,7 @@ def _append(path: Path, line: bytes) -> None:
     except OSError as error:
         raise ResourceError(f"cannot write {path}: {error.strerror}") from error
     try:
+        start = os.fstat(file).st_size
         written = os.write(file, line)
         if written != len(line):
             # The kernel took what fitted; asking again says why the rest did not.
@@ -179,20 +180,13 @@ def _append(path: Path, line: bytes) -> None:
         if written != len(line):
             raise OSError(0, "the file takes no more")
     except OSError as error:
-        size = os.fstat(file).st_size
-        keep = _end_of_last_line(path, size)
         with contextlib.suppress(OSError):
-            os.ftruncate(file, keep)
+            os.ftruncate(file, start)
         raise ResourceError(
             f"cannot append to {path}: {error.strerror}; free some space, and the client's retry goes on"
         ) from error
     finally:
         os.close(file)
-
-
-def _end_of_last_line(path: Path, size: int) -> int:
-    data = path.read_bytes()[:size]
-    return data.rfind(b"\n") + 1
 
 
 def _drop_torn_line(file: Any) -> bool:

@@ -60,3 +60,20 @@ class TurnOptions:
     """Gets what is sampled while it is sampled. A turn that is repeated is handed over in one piece."""
     stream_interval_tokens: int = 1
     """Tokens between two pieces, where ``on_progress`` is set [tokens]."""
+
+
+class ToldTokens:
+    """Hands progress on, where somebody wants it, and counts the tokens that were told."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self.num = 0
+        """Sampled tokens that somebody has seen [tokens]."""
+
+    def __call__(self, progress: TurnStart | SampledTokens) -> None:
+        """Hand it on."""
+        if self._on_progress is None:
+            return
+        if isinstance(progress, SampledTokens):
+            self.num += len(progress.token_ids)
+        self._on_progress(progress)

@@ -1,6 +1,7 @@
 """From a request of any dialect to the session's answers: the one core behind the codecs."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,6 +15,7 @@ from longarc.gateway.sse import Events
 from longarc.gateway.streaming import TurnStream
 from longarc.gateway.turn_options import OnProgress, TurnOptions, TurnStart
 from longarc.gateway.wire import WireError, as_wire
+from longarc.records.lineage import Lineage
 from longarc.records.ports import ContextExhausted
 from longarc.records.sampling import MAX_SEED, SampledTokens, Sampling
 from longarc.tokens.chat_format import ChatFormat
@@ -68,9 +70,7 @@ class Asking:
             lineage=lineage,
             # The answers to one request are different ones, whatever makes a request known again.
             idempotency_key=None if key is None else f"{key}/{choice}" if choice else key,
-            body_digest=self.body_digest + choice.to_bytes(2, "big")
-            if choice
-            else self.body_digest,
+            body_digest=_digest_of(self.body_digest, choice, lineage),
             is_retry=self.headers.get(_RETRIES, "0") != "0" and request.num_choices == 1,
             on_progress=on_progress,
         )
@@ -205,3 +205,11 @@ class StreamedTurn:
             return b""
         self._is_open = True
         return self._exchange.opening(self._start)
+
+
+def _digest_of(body: bytes, choice: int, lineage: Lineage | None) -> bytes:
+    """Return what identifies a request: two agents may say the same at once, and each wants its own answer."""
+    own = b"" if lineage in (None, Lineage()) else repr(lineage).encode("utf-8", "surrogatepass")
+    if choice or own:
+        return hashlib.sha256(body + choice.to_bytes(2, "big") + own).digest()[:16]
+    return body

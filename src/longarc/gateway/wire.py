@@ -82,9 +82,9 @@ def unsupported(name: str, value: object, allowed: str) -> WireError:
     )
 
 
-def busy(limit: int) -> WireError:
-    """More requests at once than the gateway takes."""
-    return _later(f"the gateway already answers {limit} requests; try again when one has ended")
+def busy(limit: int, of: str = "") -> WireError:
+    """More requests at once than the gateway takes, or than it takes of one session."""
+    return _later(f"the gateway already answers {limit} requests{of}; try again when one has ended")
 
 
 def too_long(max_bytes: int) -> WireError:

@@ -11,6 +11,9 @@ from typing import NoReturn
 
 from longarc.records.message import Json, ToolCall, ToolSpec
 
+MAX_DEPTH = 100
+"""Lists and objects within each other, in arguments of a call."""
+
 
 def tool_function(tool: ToolSpec) -> dict[str, Json]:
     """Return a tool as the ``function`` object of the chat-completions wire format."""
@@ -34,7 +37,27 @@ def strict_json(text: str) -> Json:
             dump_json(value).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    check_depth(value)
     return value
+
+
+def check_depth(value: Json) -> None:
+    """Refuse a value that whoever walks through it may have no stack for.
+
+    Raises:
+        ValueError: it is nested more than 100 deep.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for one in level
+            if isinstance(one, Mapping | list)
+            for item in (one.values() if isinstance(one, Mapping) else one)
+        ]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -210,3 +210,18 @@ async def test_metrics_count_by_route_and_status_and_name_no_key(tmp_path):
         found = re.fullmatch(r"([a-z_]+)(\{[^}]*\})? ([0-9.e+-]+)", sample)
         assert found is not None, sample
         assert re.sub(r"_(bucket|sum|count)$", "", found[1]) in names | {found[1]} & names
+
+
+async def test_a_session_that_could_not_be_written_down_leaves_its_name_free(tmp_path, monkeypatch):
+    async with door(FakeEngine([DONE]), tmp_path) as client:
+        huge = b'{"session_id":"a","top_k":%d}' % 10**30
+        refused = await client.post("/admin/sessions", headers=ADMIN, content=huge)
+        assert refused.status_code == 400
+        assert "top_k" in refused.text
+        with monkeypatch.context() as patched:
+            patched.setattr(TurnFiles, "create", lambda *_: 1 / 0)
+            failed = await client.post("/admin/sessions", headers=ADMIN, json={"session_id": "a"})
+            assert failed.status_code == 500
+        session = await minted(client, session_id="a")
+        reply = await client.post(f"{session['base_url']}/chat/completions", json=CHAT)
+        assert reply.status_code == 200

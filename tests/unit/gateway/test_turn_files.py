@@ -139,6 +139,36 @@ async def test_a_full_disk_fails_the_turn_and_leaves_neither_half_a_line_nor_a_t
     files.close()
 
 
+async def test_a_full_disk_leaves_no_half_line_where_no_other_file_can_be_opened(
+    tmp_path, monkeypatch
+):
+    files, sessions = opened(tmp_path)
+    sessions.open("run", SPEC)
+    files.append("run", 0, b'{"turn":0}')
+    real_write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        # From here on the process has no descriptor left, either.
+        patched.setattr("builtins.open", no_more)
+        patched.setattr("pathlib.Path.read_bytes", no_more)
+        patched.setattr("longarc.gateway.turn_files.os.write", too_full)
+        return real_write(file, data[:5])
+
+    def too_full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no_more(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("longarc.gateway.turn_files.os.write", full)
+        with pytest.raises(ResourceError, match="No space left"):
+            files.append("run", 1, b'{"turn":1}')
+    files.append("run", 1, b'{"turn":1}')
+    assert files.payloads("run") == [b'{"turn":0}', b'{"turn":1}']
+    files.close()
+
+
 def test_two_gateways_cannot_have_one_directory(tmp_path):
     files, _ = opened(tmp_path)
     with pytest.raises(ConfigError, match="another gateway"):

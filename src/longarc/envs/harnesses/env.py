@@ -83,7 +83,8 @@ class HarnessEnv:
         if done.failure is not None:
             raise SandboxError(f"the box of harness {name!r} was lost: {tail_of(done.stderr)}")
         told = f"it exited with {done.rc} and said {tail_of(done.stderr, 500)!r}"
-        if served.refusal is not None:
+        # Once the policy has acted, a refused request may be its own doing: it would choose what counts.
+        if served.refusal is not None and served.num_turns == 0:
             raise RolloutError(
                 f"harness {name!r} asked for what the gateway does not do: {served.refusal}; {told}"
             )
@@ -97,11 +98,12 @@ class HarnessEnv:
         outcome = served.exhausted or Outcome.COMPLETED
         if done.timed_out:
             outcome = Outcome.TIMED_OUT
+        refused: dict[str, Json] = {} if served.refusal is None else {"refusal": served.refusal}
         return EpisodeResult(
             outcome=outcome,
             messages=_with_answer(served.conversation() or self.task.messages, result.answer),
             num_turns=served.num_turns,
-            info={"harness": name, **facts_of(done), **found},
+            info={"harness": name, **facts_of(done), **refused, **found},
         )
 
 

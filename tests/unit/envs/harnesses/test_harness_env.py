@@ -227,6 +227,20 @@ async def test_a_request_that_the_gateway_does_not_do_is_the_environments_fault(
     assert went_on.outcome is Outcome.COMPLETED, "the program found another way"
 
 
+async def test_a_refused_request_behind_an_answer_does_not_take_the_rollout_out_of_the_loss(stage):
+    program = """
+    ask("q")
+    open("out.txt", "w").write("the word")
+    try:
+        ask("q", logit_bias={"1": 1})
+    except urllib.error.HTTPError:
+        pass
+    """
+    done = await stage.run(program)
+    assert (done.outcome, done.reward) == (Outcome.COMPLETED, 1.0)
+    assert "logit_bias" in done.info["refusal"]
+
+
 async def test_requests_beyond_the_bound_end_the_rollout_as_turns_that_are_used_up(stage):
     done = await stage.run(
         """
